@@ -1,0 +1,46 @@
+# Two commands are enough: `make demo` and `make test`. Each makes .venv if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+# Where to take torch from, for machines whose default index offers another build (see `make setup`).
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup demo test test-long lint format types bench
+
+setup: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --editable ".[test]"
+	touch $@
+
+demo: setup
+	$(BIN)/livedraft demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "long or not long" --timeout 1200
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check livedraft tests
+	$(BIN)/ruff format --check livedraft tests
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix livedraft tests
+	$(BIN)/ruff format livedraft tests
+
+bench: setup
+	$(BIN)/livedraft bench speed --prompts $${PROMPTS:?set PROMPTS to a folder with gsm8k.jsonl}/gsm8k.jsonl --limit 20

@@ -1,0 +1,88 @@
+"""One small frozen dataclass a room. Each field has code that reads it and a test that it matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Loss = Literal["forward_kl", "neg_log_alpha", "hybrid"]
+LOSSES: tuple[Loss, ...] = ("forward_kl", "neg_log_alpha", "hybrid")
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    max_num_seqs: int = 8
+    """Requests decoded together; each holds one KV slot."""
+    max_model_len: int = 2048
+    """Longest prompt plus output, in tokens. KV memory grows with it only as it is used."""
+    prefill_token_budget: int = 256
+    """Prompt tokens processed in one round beside the running requests, so a long prompt does not stall them."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}.")
+        _require(self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}.")
+        _require(
+            self.prefill_token_budget >= 1, f"prefill_token_budget must be at least 1, got {self.prefill_token_budget}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    method: Literal["draft_model", "none"] = "draft_model"
+    num_speculative_tokens: int | None = None
+    """Fixed draft length for every round; None lets the cost model choose, 0 included."""
+    max_num_speculative_tokens: int = 8
+    """The longest the cost model may choose."""
+    num_draft_layers: int = 2
+    """Layers of the target that a fresh draft starts from."""
+    draft_vocabulary_size: int = 8192
+    """Rows of the draft's trimmed head."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.method in ("draft_model", "none"), f"method must be draft_model or none, got {self.method!r}."
+        )
+        k = self.num_speculative_tokens
+        _require(k is None or 0 <= k <= 32, f"num_speculative_tokens must lie in 0..32 or be left out, got {k}.")
+        _require(
+            1 <= self.max_num_speculative_tokens <= 32,
+            f"max_num_speculative_tokens must lie in 1..32, got {self.max_num_speculative_tokens}.",
+        )
+        _require(self.num_draft_layers >= 1, f"num_draft_layers must be at least 1, got {self.num_draft_layers}.")
+        _require(
+            self.draft_vocabulary_size >= 1,
+            f"draft_vocabulary_size must be at least 1, got {self.draft_vocabulary_size}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningConfig:
+    loss: Loss = "neg_log_alpha"
+    learning_rate: float = 3e-3
+    traces_per_chunk: int = 8
+    """New requests gathered for one optimiser step (OSD's interval I, paper section 4)."""
+    replay_per_new: int = 3
+    """Old requests mixed in for each new one."""
+    max_passes: int = 4
+    """At most this many copies of one prompt ever train."""
+    traces_per_candidate: int = 16
+    """New requests between two candidates offered to the gate."""
+    num_threads: int = 1
+    micro_batch_tokens: int = 512
+    """Tokens in one forward and backward; short enough that the trainer can yield between two."""
+    positions: Literal["all", "rejected"] = "all"
+    """Which output positions teach; `rejected` is OSD's own variant: the correction of each round."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
+        _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        _require(self.positions in ("all", "rejected"), f"positions must be all or rejected, got {self.positions!r}.")
+        for name in ("traces_per_chunk", "max_passes", "traces_per_candidate", "num_threads", "micro_batch_tokens"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")

@@ -1,0 +1,65 @@
+"""Device, dtype and threads: the one place that looks at the machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionPath:
+    """Where and how the models run; `description` is printed at start."""
+
+    device: torch.device
+    dtype: torch.dtype
+    is_prepacked: bool
+    """Weights are reordered once into oneDNN's blocked layout: bf16 at one row is about 1.5 times faster."""
+
+    @property
+    def description(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        packed = ", oneDNN-prepacked weights" if self.is_prepacked else ""
+        return f"{self.device.type}, {kind}{packed}, {torch.get_num_threads()} thread(s)"
+
+
+def cpu_has_bf16_instructions() -> bool:
+    """True where bf16 products are native; elsewhere oneDNN emulates them and float32 is faster."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return any(
+        getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    )
+
+
+def choose_execution_path(dtype: str = "auto", device: str = "auto") -> ExecutionPath:
+    """Pick the fastest path this machine has. `dtype` is auto, bfloat16 or float32; `device` is auto, cpu or cuda.
+
+    Raises ValueError for another name, or for a device that is not there.
+    """
+    dtypes = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in dtypes:
+        raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA build of torch.")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return ExecutionPath(device=torch.device("cuda"), dtype=dtypes[dtype] or torch.bfloat16, is_prepacked=False)
+    has_bf16 = cpu_has_bf16_instructions()
+    chosen = dtypes[dtype] or (torch.bfloat16 if has_bf16 else torch.float32)
+    return ExecutionPath(
+        device=torch.device("cpu"), dtype=chosen, is_prepacked=has_bf16 and chosen is torch.bfloat16
+    )
+
+
+def use_threads(num_threads: int) -> None:
+    """Set torch's pool explicitly: two default pools on two cores slow each other tenfold."""
+    torch.set_num_threads(max(1, num_threads))
+
+
+def num_available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

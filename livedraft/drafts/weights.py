@@ -1,0 +1,165 @@
+"""Draft weights: a few layers, a norm and a head over a trimmed vocabulary. Float32 on disk and in training.
+
+The target's input embedding is frozen and shared, never stored with a draft.
+
+Legend: D width, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from livedraft.device import ExecutionPath
+from livedraft.models.config import ModelConfig
+from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear, PackedLinear
+from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
+from livedraft.records import UserError
+
+
+@dataclass(kw_only=True)
+class DraftWeights:
+    """Named float32 tensors plus `draft_to_target_W`: the target id of each head row, ascending."""
+
+    tensors: dict[str, torch.Tensor]
+    draft_to_target_W: torch.Tensor
+
+    @property
+    def num_layers(self) -> int:
+        return 1 + max(int(name.split(".")[1]) for name in self.tensors if name.startswith("layers."))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.draft_to_target_W.shape[0]
+
+
+def draft_from_target(model: LoadedModel, *, num_layers: int, token_ids: list[int]) -> DraftWeights:
+    """An untrained draft: the target's first layers, its final norm, and its head's rows for the given tokens.
+
+    Raises ValueError for more layers than the target has or a token it does not know.
+    """
+    config, source = model.config, model.tensors
+    if num_layers > config.num_layers:
+        raise ValueError(f"num_draft_layers is {num_layers}, but the target has {config.num_layers} layers.")
+    if not token_ids or max(token_ids) >= config.vocabulary_size or min(token_ids) < 0:
+        raise ValueError(f"The draft vocabulary must hold token ids within 0..{config.vocabulary_size - 1}.")
+    tensors: dict[str, torch.Tensor] = {}
+    for index in range(num_layers):
+        prefix, attention = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
+
+        def fused(names: list[str], part: str) -> torch.Tensor:
+            return torch.cat([source[f"{name}.{part}"] for name in names])
+
+        qkv = [attention + "q_proj", attention + "k_proj", attention + "v_proj"]
+        layer = {
+            "attention_norm": source[prefix + "input_layernorm.weight"],
+            "query_key_value.weight": fused(qkv, "weight"),
+            "attention_output.weight": source[attention + "o_proj.weight"],
+            "feed_forward_norm": source[prefix + "post_attention_layernorm.weight"],
+            "gate_up.weight": fused([prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], "weight"),
+            "down.weight": source[prefix + "mlp.down_proj.weight"],
+        }
+        if config.has_qkv_bias:
+            layer["query_key_value.bias"] = fused(qkv, "bias")
+        if config.has_qk_norm:
+            layer["query_norm"] = source[attention + "q_norm.weight"]
+            layer["key_norm"] = source[attention + "k_norm.weight"]
+        tensors.update({f"layers.{index}.{name}": tensor.float().clone() for name, tensor in layer.items()})
+    ids_W = torch.tensor(sorted(set(token_ids)))
+    tensors["final_norm"] = source["model.norm.weight"].float().clone()
+    tensors["head"] = source.get(HEAD, source[EMBEDDING])[ids_W].float()
+    return DraftWeights(tensors=tensors, draft_to_target_W=ids_W)
+
+
+def lowest_token_ids(vocabulary_size: int, size: int) -> list[int]:
+    """The draft vocabulary before any traffic: low ids are the frequent tokens of a BPE vocabulary."""
+    return list(range(min(size, vocabulary_size)))
+
+
+def decoder_weights(
+    draft: DraftWeights, embedding_VD: torch.Tensor, *, dtype: torch.dtype, device: torch.device, is_prepacked: bool
+) -> DecoderWeights:
+    """The draft as weights of the shared decoder. With dtype float32 and no packing the tensors are shared, not copied:
+    the trainer's parameters pass straight through."""
+    make = PackedLinear if is_prepacked else Linear
+
+    def get(name: str) -> torch.Tensor:
+        return draft.tensors[name].to(device, dtype)
+
+    def optional(name: str) -> torch.Tensor | None:
+        return get(name) if name in draft.tensors else None
+
+    def linear(name: str) -> Linear:
+        return make(get(f"{name}.weight"), optional(f"{name}.bias"))
+
+    layers = []
+    for index in range(draft.num_layers):
+        prefix = f"layers.{index}."
+        layers.append(
+            LayerWeights(
+                attention_norm_D=get(prefix + "attention_norm"),
+                query_key_value=linear(prefix + "query_key_value"),
+                attention_output=linear(prefix + "attention_output"),
+                feed_forward_norm_D=get(prefix + "feed_forward_norm"),
+                gate_up=linear(prefix + "gate_up"),
+                down=linear(prefix + "down"),
+                query_norm_E=optional(prefix + "query_norm"),
+                key_norm_E=optional(prefix + "key_norm"),
+            )
+        )
+    return DecoderWeights(
+        embedding_VD=embedding_VD, layers=layers, final_norm_D=get("final_norm"), head=make(get("head"))
+    )
+
+
+def serving_weights(draft: DraftWeights, target: DecoderWeights, path: ExecutionPath) -> DecoderWeights:
+    """The draft laid out for the execution path, sharing the target's embedding in memory."""
+    return decoder_weights(
+        draft, target.embedding_VD, dtype=path.dtype, device=path.device, is_prepacked=path.is_prepacked
+    )
+
+
+def check_against_target(draft: DraftWeights, config: ModelConfig, origin: str) -> None:
+    """Raises UserError naming the first tensor that does not fit the target."""
+    D, V = config.width, config.vocabulary_size
+    expected = {"final_norm": (D,), "head": (draft.vocabulary_size, D)}
+    for name, shape in expected.items():
+        found = draft.tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            raise UserError(f"{origin} does not fit this target: {name} should have shape {shape}.")
+    if int(draft.draft_to_target_W.min()) < 0 or int(draft.draft_to_target_W.max()) >= V:
+        raise UserError(f"{origin} does not fit this target: its vocabulary names tokens the target does not have.")
+    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_width
+    for index in range(draft.num_layers):
+        found = draft.tensors.get(f"layers.{index}.query_key_value.weight")
+        if found is None or tuple(found.shape) != (qkv_rows, D):
+            raise UserError(f"{origin} does not fit this target: layer {index} has another shape.")
+
+
+def save_draft(draft: DraftWeights, path: Path) -> str:
+    """Write one safetensors file and return its sha256. The caller renames it into place."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in draft.tensors.items()}
+    save_file({**tensors, "draft_to_target": draft.draft_to_target_W}, path)
+    return file_sha256(path)
+
+
+def load_draft(path: Path) -> DraftWeights:
+    """Raises UserError when the file is missing or damaged."""
+    try:
+        tensors = load_file(path)
+        return DraftWeights(draft_to_target_W=tensors.pop("draft_to_target"), tensors=tensors)
+    except (SafetensorError, OSError, KeyError) as error:
+        raise UserError(f"{path} is damaged or no draft ({error}).") from error
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,101 @@
+"""Builds the rows of a round and runs them: the only file that touches both models.
+
+Legend: N rows of the target's pass, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from livedraft.engine.scheduler import RoundEntry
+from livedraft.models.decoder import Decoder
+from livedraft.records import Proposal
+from livedraft.speculation.draft_length import CostModel
+from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.proposer import Proposer, ProposalTask
+
+_COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
+
+
+class Runner:
+    def __init__(self, target: Decoder) -> None:
+        self.target = target
+
+    def propose(self, entries: list[RoundEntry], lengths: list[int], proposer: Proposer | None) -> list[Proposal | None]:
+        """A proposal for each entry that decodes with k >= 1; None for the others."""
+        proposals: list[Proposal | None] = [None] * len(entries)
+        chosen = [index for index, k in enumerate(lengths) if k > 0]
+        if proposer is None or not chosen:
+            return proposals
+        tasks = [_task(entries[index], lengths[index]) for index in chosen]
+        for index, proposal in zip(chosen, proposer.propose(tasks), strict=True):
+            proposals[index] = proposal
+        return proposals
+
+    def verify(self, entries: list[RoundEntry], proposals: list[Proposal | None]) -> list[torch.Tensor]:
+        """One target pass for the whole round: pending tokens, then drafted ones. Returns logits_RV for each entry,
+        R = drafted + 1, or no rows while its prompt is still being written."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        num_logits = []
+        for entry, proposal in zip(entries, proposals, strict=True):
+            state = entry.state
+            start, end = state.target_length, state.target_length + entry.num_pending_rows
+            drafted = proposal.draft_token_ids if proposal else []
+            rows = state.token_ids[start:end] + drafted
+            if entry.is_decoding:
+                first_logit = len(token_ids) + entry.num_pending_rows - 1
+                logit_rows += range(first_logit, first_logit + len(drafted) + 1)
+            num_logits.append(len(drafted) + 1 if entry.is_decoding else 0)
+            token_ids += rows
+            positions += range(start, start + len(rows))
+            slots += [state.slot] * len(rows)
+        logits_RV = self.target.forward(token_ids, positions, slots, logit_rows).logits_RV
+        return list(logits_RV.split(num_logits))
+
+    def measure_costs(self, draft: DraftModel | None, num_repeats: int = 3) -> CostModel:
+        """Time isolated passes on idle slots: the target over several row counts, the draft over one row.
+
+        Overwrites slot 0, so it runs before any request.
+        """
+        start = min(64, max(0, self.target.cache.max_length - max(_COST_ROWS)))
+        row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.cache.max_length]
+        seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
+        draft_seconds = 0.0
+        if draft is not None:
+            run, argmax = _pass(draft.decoder, 1, start), torch.Tensor.argmax
+            draft_seconds = _median_seconds(lambda: argmax(run(), -1).tolist(), 5 * num_repeats)
+        return CostModel(target_seconds_by_rows=seconds, draft_step_seconds=draft_seconds)
+
+
+def _task(entry: RoundEntry, k: int) -> ProposalTask:
+    state = entry.state
+    return ProposalTask(
+        slot=state.slot,
+        token_ids=state.token_ids,
+        num_prompt_tokens=state.num_prompt_tokens,
+        sampling=state.request.sampling,
+        seed=state.seed,
+        num_tokens=k,
+    )
+
+
+def _pass(decoder: Decoder, rows: int, start: int) -> Callable[[], torch.Tensor]:
+    token_ids, positions = [0] * rows, list(range(start, start + rows))
+    return lambda: decoder.forward(token_ids, positions, [0] * rows, list(range(rows))).logits_RV
+
+
+def _median_seconds(run: Callable[[], object], num_repeats: int) -> float:
+    run()
+    seconds = []
+    for _ in range(num_repeats):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)

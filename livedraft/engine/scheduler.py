@@ -1,0 +1,67 @@
+"""Who runs in the coming round: admission into free slots, first come first served, and a shared prefill budget."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from livedraft.config import EngineConfig
+from livedraft.engine.request import RequestState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEntry:
+    """One request's part in a round: how many pending tokens are written, and whether it then decodes."""
+
+    state: RequestState
+    num_pending_rows: int
+    is_decoding: bool
+    """All pending tokens are written, so the last row's logits give the next token."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_pending_rows > 1
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keeps batches contiguous
+
+    def add(self, state: RequestState) -> None:
+        self.waiting.append(state)
+
+    def admit(self) -> list[RequestState]:
+        """Move waiting requests into free slots; returns the newly admitted."""
+        admitted = []
+        while self.waiting and self._free_slots:
+            state = self.waiting.popleft()
+            state.slot = heapq.heappop(self._free_slots)
+            self.running.append(state)
+            admitted.append(state)
+        self.running.sort(key=lambda state: state.slot)
+        return admitted
+
+    def release(self, state: RequestState) -> None:
+        self.running.remove(state)
+        heapq.heappush(self._free_slots, state.slot)
+
+    def plan_round(self) -> list[RoundEntry]:
+        """Every decoding request, and prompt tokens of the others while the budget lasts, oldest request first."""
+        budget = self.config.prefill_token_budget
+        entries = []
+        for state in sorted(self.running, key=lambda state: state.arrived_at):
+            rows = state.num_pending
+            if rows > 1:
+                rows = min(rows, budget)
+                budget -= rows
+                if rows == 0:
+                    continue
+            entries.append(
+                RoundEntry(state=state, num_pending_rows=rows, is_decoding=rows == state.num_pending)
+            )
+        entries.sort(key=lambda entry: entry.state.slot)
+        return entries

@@ -1,0 +1,288 @@
+"""The native decoder: Llama, Qwen2 and Qwen3 families, top to bottom, for the target, the draft and the trainer.
+
+The layers are written once, in `run_layers`. What differs between serving and training is passed in: how to attend
+(over a KV cache, or over a padded batch with autograd) and what a linear layer is (prepacked, or a plain tensor).
+
+Legend: N rows (tokens of this pass, ragged over requests), D width, H query heads, G key-value heads, E head width,
+F feed-forward width, V vocabulary, R rows whose logits are asked for, B segments attended together, T cache positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from livedraft.models.config import ModelConfig
+from livedraft.models.kv_cache import MAX_ROWS_ATTENDED_TOGETHER, KVCache, Segment, split_into_segments
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer index, queries_NHE, keys_NGE, values_NGE) -> attended_NX with X = H * E."""
+
+
+class Linear:
+    """y = x W^T (+ bias) (+ residual)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if residual is None else residual + y
+
+
+class PackedLinear(Linear):
+    """The same in bf16 on a CPU with oneDNN's blocked weight layout, made once; the residual is added in the kernel.
+
+    torch's plain bf16 linear is weak at one row. `Linear` is the slow twin; a test holds the two equal.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+
+
+@dataclass(kw_only=True)
+class LayerWeights:
+    attention_norm_D: torch.Tensor
+    query_key_value: Linear  # [(H + 2G) * E, D]
+    attention_output: Linear  # [D, H * E]
+    feed_forward_norm_D: torch.Tensor
+    gate_up: Linear  # [2F, D]
+    down: Linear  # [D, F]
+    query_norm_E: torch.Tensor | None = None
+    key_norm_E: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class DecoderWeights:
+    embedding_VD: torch.Tensor
+    layers: list[LayerWeights]
+    final_norm_D: torch.Tensor
+    head: Linear  # [V, D]; a draft's head may be trimmed to fewer rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    logits_RV: torch.Tensor  # float32
+    hidden_RD: torch.Tensor | None = None
+
+
+class RotaryTable:
+    """cos and signed sin by position, with Llama 3's or linear frequency scaling."""
+
+    def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles_TE = torch.outer(torch.arange(num_positions, dtype=torch.float64), rotary_frequencies(config)).repeat(1, 2)
+        sin_TE = angles_TE.sin()
+        # rotate_half(x) = roll(x, E/2) with the first half negated; the sign is folded into sin.
+        sin_TE[:, : config.head_width // 2].neg_()
+        self.cos_T1E = angles_TE.cos().to(device, dtype).unsqueeze(1)
+        self.signed_sin_T1E = sin_TE.to(device, dtype).unsqueeze(1)
+        self.half = config.head_width // 2
+
+    def rotate(self, x_NHE: torch.Tensor, cos_N1E: torch.Tensor, signed_sin_N1E: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x_NHE * cos_N1E, x_NHE.roll(self.half, -1), signed_sin_N1E)
+
+
+def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
+    """[E / 2] float64 angular frequencies. Llama 3 scaling: long wavelengths are divided, short kept, a ramp between."""
+    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    ramp = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+
+
+def run_layers(
+    hidden_ND: torch.Tensor,
+    positions_N: torch.Tensor,
+    layers: Sequence[LayerWeights],
+    config: ModelConfig,
+    rotary: RotaryTable,
+    attend: Attend,
+) -> torch.Tensor:
+    """Hidden states after the given layers, before the final norm."""
+    H, G, E, eps = config.num_heads, config.num_kv_heads, config.head_width, config.norm_eps
+    cos_N1E, signed_sin_N1E = rotary.cos_T1E[positions_N], rotary.signed_sin_T1E[positions_N]
+    for index, layer in enumerate(layers):
+        normed_ND = F.rms_norm(hidden_ND, (config.width,), layer.attention_norm_D, eps)
+        qkv_NXE = layer.query_key_value(normed_ND).view(-1, H + 2 * G, E)
+        values_NGE = qkv_NXE[:, H + G :]
+        if layer.query_norm_E is None:
+            rotated_NXE = rotary.rotate(qkv_NXE[:, : H + G], cos_N1E, signed_sin_N1E)
+            queries_NHE, keys_NGE = rotated_NXE[:, :H], rotated_NXE[:, H:]
+        else:
+            queries_NHE = F.rms_norm(qkv_NXE[:, :H], (E,), layer.query_norm_E, eps)
+            keys_NGE = F.rms_norm(qkv_NXE[:, H : H + G], (E,), layer.key_norm_E, eps)
+            queries_NHE = rotary.rotate(queries_NHE, cos_N1E, signed_sin_N1E)
+            keys_NGE = rotary.rotate(keys_NGE, cos_N1E, signed_sin_N1E)
+        attended_NX = attend(index, queries_NHE, keys_NGE, values_NGE)
+        hidden_ND = layer.attention_output(attended_NX, residual=hidden_ND)
+        normed_ND = F.rms_norm(hidden_ND, (config.width,), layer.feed_forward_norm_D, eps)
+        gate_NF, up_NF = layer.gate_up(normed_ND).chunk(2, dim=-1)
+        hidden_ND = layer.down(F.silu(gate_NF) * up_NF, residual=hidden_ND)
+    return hidden_ND
+
+
+@dataclass(kw_only=True)
+class _AttentionGroup:
+    """Segments attended in one call. `pad_rows` gathers their rows into [B, n] (a short segment
+    repeats its last row), `is_real` drops the repeats, `unpad_rows` says where the rest belongs."""
+
+    rows: slice
+    num_rows_each: int
+    slots: slice | torch.Tensor
+    length: int
+    mask: torch.Tensor | None
+    pad_rows: torch.Tensor | None = None
+    unpad_rows: torch.Tensor | None = None
+    is_real: torch.Tensor | None = None
+
+
+class Decoder:
+    """A decoder with its KV cache behind the model step: `forward(token_ids_N, positions_N, slots_N, logit_rows_R)`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        num_slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.rotary = RotaryTable(config, max_length, dtype, device)
+        self.cache = KVCache(
+            num_layers=len(weights.layers),
+            num_slots=num_slots,
+            num_kv_heads=config.num_kv_heads,
+            max_length=max_length,
+            head_width=config.head_width,
+            dtype=dtype,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids_N: list[int], positions_N: list[int], slots_N: list[int], logit_rows_R: list[int]
+    ) -> StepOutput:
+        """Write N tokens into their slots at their positions and return float32 logits at the rows asked for.
+
+        Rows of one slot are adjacent and their positions consecutive. Prefill chunks, verification with different k
+        and draft catch-up are all this call.
+        """
+        assert len(token_ids_N) == len(positions_N) == len(slots_N) > 0
+        segments = split_into_segments(positions_N, slots_N)
+        assert max(segment.length for segment in segments) <= self.cache.max_length, "position past the cache"
+        token_ids = torch.tensor(token_ids_N, device=self.device)
+        positions = torch.tensor(positions_N, device=self.device)
+        hidden_ND = F.embedding(token_ids, self.weights.embedding_VD)
+        attend = self._attend_over_cache(segments, positions, slots_N)
+        hidden_ND = run_layers(hidden_ND, positions, self.weights.layers, self.config, self.rotary, attend)
+        if not logit_rows_R:
+            return StepOutput(logits_RV=hidden_ND.new_empty(0, self.weights.head.weight.shape[0], dtype=torch.float32))
+        if len(logit_rows_R) != len(token_ids_N):
+            hidden_ND = hidden_ND[torch.tensor(logit_rows_R, device=self.device)]
+        hidden_RD = F.rms_norm(hidden_ND, (self.config.width,), self.weights.final_norm_D, self.config.norm_eps)
+        return StepOutput(logits_RV=self.weights.head(hidden_RD).float(), hidden_RD=hidden_RD)
+
+    def _attend_over_cache(self, segments: list[Segment], positions_N: torch.Tensor, slots_N: list[int]) -> Attend:
+        """Plan the attention once; the closure runs it in every layer."""
+        cache = self.cache
+        groups = [self._plan_group([s]) for s in segments if s.num_rows > MAX_ROWS_ATTENDED_TOGETHER]
+        short = [s for s in segments if s.num_rows <= MAX_ROWS_ATTENDED_TOGETHER]
+        if short:
+            groups.append(self._plan_group(short))
+        X = self.config.num_heads * self.config.head_width
+        only = segments[0] if len(segments) == 1 else None
+        slots = None if only else torch.tensor(slots_N, device=self.device)
+
+        def attend(
+            layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
+        ) -> torch.Tensor:
+            keys_SGTE, values_SGTE = cache.keys[layer], cache.values[layer]
+            if only is not None:
+                span = slice(only.first_position, only.length)
+                keys_SGTE[only.slot, :, span] = keys_NGE.transpose(0, 1)
+                values_SGTE[only.slot, :, span] = values_NGE.transpose(0, 1)
+                return _attend_group(groups[0], queries_NHE, keys_SGTE, values_SGTE)
+            keys_SGTE[slots, :, positions_N] = keys_NGE
+            values_SGTE[slots, :, positions_N] = values_NGE
+            attended_NX = queries_NHE.new_empty(queries_NHE.shape[0], X)
+            for group in groups:
+                rows = group.rows if group.unpad_rows is None else group.unpad_rows
+                attended_NX[rows] = _attend_group(group, queries_NHE, keys_SGTE, values_SGTE)
+            return attended_NX
+
+        return attend
+
+    def _plan_group(self, segments: list[Segment]) -> _AttentionGroup:
+        n = max(s.num_rows for s in segments)
+        length = max(s.length for s in segments)
+        slot_ids = [s.slot for s in segments]
+        slots: slice | torch.Tensor
+        if slot_ids == list(range(slot_ids[0], slot_ids[0] + len(slot_ids))):
+            slots = slice(slot_ids[0], slot_ids[-1] + 1)  # a view, no copy of the cache
+        else:
+            slots = torch.tensor(slot_ids, device=self.device)
+        group = _AttentionGroup(
+            rows=slice(segments[0].first_row, segments[0].first_row + n),
+            num_rows_each=n,
+            slots=slots,
+            length=length,
+            mask=None,
+        )
+        if len(segments) == 1 and n == 1:
+            return group  # one row sees everything up to itself
+        first_B = torch.tensor([s.first_position for s in segments], device=self.device)
+        offset_n = torch.arange(n, device=self.device)
+        last_visible_Bn = first_B[:, None] + offset_n
+        visible_BnT = torch.arange(length, device=self.device) <= last_visible_Bn[..., None]
+        mask_BnT = torch.zeros(visible_BnT.shape, dtype=self.dtype, device=self.device)
+        mask_BnT.masked_fill_(~visible_BnT, -torch.inf)
+        # Query heads that share a key-value head are folded into the rows: [B, 1, (H/G) * n, T].
+        group.mask = mask_BnT.repeat(1, self.config.num_query_heads_per_kv, 1).unsqueeze(1)
+        if len(segments) > 1:
+            starts_B = torch.tensor([s.first_row for s in segments], device=self.device)
+            counts_B = torch.tensor([s.num_rows for s in segments], device=self.device)
+            is_real_Bn = offset_n < counts_B[:, None]
+            rows_Bn = starts_B[:, None] + torch.minimum(offset_n, counts_B[:, None] - 1)
+            group.pad_rows = rows_Bn.reshape(-1)
+            group.unpad_rows = rows_Bn[is_real_Bn]
+            group.is_real = None if bool(is_real_Bn.all()) else is_real_Bn.reshape(-1)
+        return group
+
+
+def _attend_group(
+    group: _AttentionGroup, queries_NHE: torch.Tensor, keys_SGTE: torch.Tensor, values_SGTE: torch.Tensor
+) -> torch.Tensor:
+    """Attention of one group's rows over its slots; returns [rows, H * E] in row order."""
+    keys_BGTE = keys_SGTE[group.slots][:, :, : group.length]
+    values_BGTE = values_SGTE[group.slots][:, :, : group.length]
+    B, G = keys_BGTE.shape[:2]
+    H, E = queries_NHE.shape[1:]
+    n = group.num_rows_each
+    queries = queries_NHE[group.rows] if group.pad_rows is None else queries_NHE[group.pad_rows]
+    folded_BGXE = queries.reshape(B, n, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
+    attended = F.scaled_dot_product_attention(folded_BGXE, keys_BGTE, values_BGTE, attn_mask=group.mask)
+    attended = attended.view(B, G, H // G, n, E).permute(0, 3, 1, 2, 4).reshape(B * n, H * E)
+    return attended if group.is_real is None else attended[group.is_real]

@@ -1,0 +1,67 @@
+"""Keys and values of running requests: one contiguous slot a request, written by position, rewound by forgetting.
+
+Legend: S slots, G key-value heads, T cache positions, E head width, N rows, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_ROWS_ATTENDED_TOGETHER = 32
+"""Segments up to this many rows are padded into one attention call; longer ones (prefill chunks) run alone."""
+
+
+class KVCache:
+    """Allocated once. A position beyond a request's length holds garbage that the mask hides and the next write replaces;
+    that is why rewinding costs nothing: the caller only shortens the length it keeps."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_slots, num_kv_heads, max_length, head_width)
+        # zeros, not empty: a masked NaN would still poison 0 * NaN. The kernel hands out zero pages lazily, so
+        # memory is used only as positions are written.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.num_slots = num_slots
+        self.max_length = max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive rows of one forward pass that belong to one slot and have consecutive positions."""
+
+    slot: int
+    first_row: int
+    num_rows: int
+    first_position: int
+
+    @property
+    def length(self) -> int:
+        """Cache length after this pass."""
+        return self.first_position + self.num_rows
+
+
+def split_into_segments(positions_N: list[int], slots_N: list[int]) -> list[Segment]:
+    """Group ragged rows by slot. Raises AssertionError when a slot's rows are scattered or its positions have gaps."""
+    segments: list[Segment] = []
+    start = 0
+    for row in range(1, len(slots_N) + 1):
+        if row == len(slots_N) or slots_N[row] != slots_N[start]:
+            segments.append(
+                Segment(slot=slots_N[start], first_row=start, num_rows=row - start, first_position=positions_N[start])
+            )
+            assert positions_N[row - 1] - positions_N[start] == row - 1 - start, "positions of a slot must be consecutive"
+            start = row
+    assert len({segment.slot for segment in segments}) == len(segments), "rows of one slot must be adjacent"
+    return segments

@@ -1,0 +1,134 @@
+"""A draft model that proposes token by token, with its own cache that may lag behind what is committed.
+
+Why it lags: all drafted tokens were accepted (the last one was never fed), rounds with k = 0, a fresh slot, a swap.
+One mechanism covers all: before drawing, every committed token the cache lacks is written, at most MAX_CATCH_UP a
+round; until caught up the request's proposal is empty.
+
+Legend: K drafted positions, W draft vocabulary, R rows of one step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from livedraft.models.decoder import Decoder
+from livedraft.records import Proposal
+from livedraft.sampling import DRAFT_DRAW, draw, logits_to_probs, uniform
+from livedraft.speculation.proposer import ProposalTask
+from livedraft.speculation.verify import gumbel_choice
+
+MAX_CATCH_UP = 512
+"""Tokens written a round for one request, so a swap under long contexts does not stall the others."""
+
+
+class DraftModel:
+    """One resident draft: weights, cache, and for each slot how many tokens its cache holds."""
+
+    def __init__(
+        self, decoder: Decoder, draft_to_target_W: torch.Tensor, *, version: str, keep_logits: bool = False
+    ) -> None:
+        self.decoder = decoder
+        self.version = version
+        self.keep_logits = keep_logits
+        self.draft_to_target_W = draft_to_target_W.to(decoder.device)
+        self._target_ids = draft_to_target_W.tolist()
+        self.lengths = [0] * decoder.cache.num_slots
+
+    def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
+        """Draw up to `num_tokens` for each task. Raises nothing: a task without room gets an empty proposal.
+
+        1. Write what each cache lacks; the last committed token's row gives the first draft distribution.
+        2. Draw one token for each request, feed it back, until each has its number.
+        """
+        proposals = [
+            Proposal(draft_token_ids=[], draft_version=self.version, draft_to_target_V=self.draft_to_target_W)
+            for _ in tasks
+        ]
+        kept: list[list[torch.Tensor]] = [[] for _ in tasks]  # logits or probs of each drawn token
+        kept_logits: list[list[torch.Tensor]] = [[] for _ in tasks]
+        active, logits_RW = self._catch_up(tasks)
+        while active:
+            draws = self._draw(logits_RW, [tasks[index] for index in active], [proposals[index] for index in active])
+            going_on = []
+            for row, index in enumerate(active):
+                row_id, probs_W = draws[row]
+                proposals[index].draft_row_ids.append(row_id)
+                proposals[index].draft_token_ids.append(self._target_ids[row_id])
+                if probs_W is not None:
+                    kept[index].append(probs_W)
+                if self.keep_logits:
+                    kept_logits[index].append(logits_RW[row])
+                if len(proposals[index].draft_token_ids) < tasks[index].num_tokens:
+                    going_on.append(index)
+            active = going_on
+            if active:
+                slots = [tasks[index].slot for index in active]
+                token_ids = [proposals[index].draft_token_ids[-1] for index in active]
+                positions = [self.lengths[slot] for slot in slots]
+                logits_RW = self.decoder.forward(token_ids, positions, slots, list(range(len(active)))).logits_RV
+                for slot in slots:
+                    self.lengths[slot] += 1
+        for index, proposal in enumerate(proposals):
+            if kept[index]:
+                proposal.draft_probs_KV = torch.stack(kept[index])
+            if kept_logits[index]:
+                proposal.draft_logits_KV = torch.stack(kept_logits[index])
+        return proposals
+
+    def _catch_up(self, tasks: list[ProposalTask]) -> tuple[list[int], torch.Tensor]:
+        """Write committed tokens the caches lack; return the tasks ready to draw and their logits."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        ready: list[int] = []
+        for index, task in enumerate(tasks):
+            if task.num_tokens == 0:
+                continue
+            start = self.lengths[task.slot]
+            lacking = task.token_ids[start : start + MAX_CATCH_UP]
+            end = start + len(lacking)
+            assert lacking, "the cache never holds the last committed token"
+            token_ids += lacking
+            positions += range(start, end)
+            slots += [task.slot] * len(lacking)
+            self.lengths[task.slot] = end
+            if end == len(task.token_ids):
+                ready.append(index)
+                logit_rows.append(len(token_ids) - 1)
+        if not token_ids:
+            return [], torch.empty(0)
+        return ready, self.decoder.forward(token_ids, positions, slots, logit_rows).logits_RV
+
+    def _draw(
+        self, logits_RW: torch.Tensor, tasks: list[ProposalTask], proposals: list[Proposal]
+    ) -> list[tuple[int, torch.Tensor | None]]:
+        """(draft row, the probabilities it was drawn from or None for a one-hot choice), one a row."""
+        if all(task.sampling.is_greedy for task in tasks):
+            return [(row_id, None) for row_id in logits_RW.argmax(-1).tolist()]
+        draws: list[tuple[int, torch.Tensor | None]] = []
+        for row, (task, proposal) in enumerate(zip(tasks, proposals, strict=True)):
+            position = len(task.token_ids) + len(proposal.draft_token_ids) - task.num_prompt_tokens
+            if task.sampling.is_greedy:
+                draws.append((int(logits_RW[row].argmax()), None))
+            elif task.sampling.seed is not None:
+                choice = gumbel_choice(
+                    logits_RW[row : row + 1],
+                    task.sampling,
+                    task.seed,
+                    position,
+                    target_vocabulary_size=self.decoder.config.vocabulary_size,
+                    draft_to_target_W=self.draft_to_target_W,
+                )
+                draws.append((choice[0], None))
+            else:
+                probs_W = logits_to_probs(logits_RW[row : row + 1], task.sampling)[0]
+                draws.append((draw(probs_W, uniform(task.seed, position, DRAFT_DRAW)), probs_W))
+        return draws
+
+    def commit(self, slot: int, num_valid_tokens: int) -> None:
+        """Forget what was written past the committed tokens; the last committed one is always fed again or first."""
+        self.lengths[slot] = min(self.lengths[slot], num_valid_tokens)
+
+    def release(self, slot: int) -> None:
+        self.lengths[slot] = 0

@@ -1,0 +1,33 @@
+"""What the engine asks of anything that suggests tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from livedraft.records import Proposal, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposalTask:
+    """One request's turn: its slot, its committed tokens, and how many tokens are wanted at most."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    num_tokens: int
+
+
+class Proposer(Protocol):
+    version: str
+
+    def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
+        """One proposal a task, possibly empty (a request whose cache is still catching up)."""
+
+    def commit(self, slot: int, num_valid_tokens: int) -> None:
+        """The first `num_valid_tokens` of the slot's sequence stand; whatever was written past them is forgotten."""
+
+    def release(self, slot: int) -> None:
+        """The slot's request is gone."""

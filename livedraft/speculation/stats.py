@@ -1,0 +1,45 @@
+"""Counters of speculation and the numbers made of them, each defined once (the design's "Words")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class SpeculationStats:
+    num_drafts: int = 0
+    """Request-rounds with at least one drafted token."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_target_passes: int = 0
+    """Request-rounds that emitted tokens, k = 0 included."""
+    num_emitted_tokens: int = 0
+
+    def record(self, *, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        self.num_target_passes += 1
+        self.num_emitted_tokens += num_emitted
+        if num_drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        missing = num_drafted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * max(0, missing))
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted; None when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / rounds over rounds with k >= 1, bonus included; None when there were none."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Emitted tokens / target passes, all rounds."""
+        return self.num_emitted_tokens / self.num_target_passes if self.num_target_passes else None
