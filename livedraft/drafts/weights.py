@@ -158,6 +158,7 @@ def load_draft(path: Path) -> DraftWeights:
 
 
 def file_sha256(path: Path) -> str:
+    """Raises OSError when the file cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

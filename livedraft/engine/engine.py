@@ -64,7 +64,17 @@ class Engine:
     # --- what callers use -------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> RequestState:
-        """Queue a request. Raises ValueError when it cannot fit, with a sentence for the client."""
+        """Queue a request. Raises ValueError as `check` does."""
+        self.check(request)
+        state = RequestState.from_request(request)
+        state.draft_version_at_arrival = self.draft_version
+        if self.trace_sink is not None and request.store:
+            state.trace = TraceBuilder()
+        self.scheduler.add(state)
+        return state
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError when a request cannot be served, with a sentence for the client."""
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         if num_prompt == 0:
             raise ValueError("The prompt is empty; give at least one token.")
@@ -76,12 +86,6 @@ class Engine:
         vocabulary_size = self.runner.target.config.vocabulary_size
         if not all(0 <= token < vocabulary_size for token in request.prompt_token_ids):
             raise ValueError(f"The prompt holds token ids outside 0..{vocabulary_size - 1}.")
-        state = RequestState.from_request(request)
-        state.draft_version_at_arrival = self.draft_version
-        if self.trace_sink is not None and request.store:
-            state.trace = TraceBuilder()
-        self.scheduler.add(state)
-        return state
 
     @property
     def has_work(self) -> bool:

@@ -63,17 +63,16 @@ def load_model(path: Path, dtype: torch.dtype) -> LoadedModel:
     return LoadedModel(config=config, tensors=tensors, fingerprint=digest.hexdigest()[:16])
 
 
-def load_embedding(path: Path) -> torch.Tensor:
-    """Only the input embedding [V, D], float32: all a trainer needs of the target beside the draft."""
-    _, stored_tensors = _open(path)
-    for name, read in stored_tensors:
-        if name == EMBEDDING:
-            return read().float().contiguous()
-    raise UserError(f"{path} has no input embedding; the file is damaged.")
-
-
-def load_config(path: Path) -> ModelConfig:
-    return _open(path)[0]
+def load_embedding_and_head(path: Path) -> tuple[ModelConfig, torch.Tensor, torch.Tensor]:
+    """Config, input embedding [V, D] and head [V, D] in float32: all a trainer needs of the target beside the draft.
+    Tied weights come back as one tensor."""
+    config, stored_tensors = _open(path)
+    readers = dict(stored_tensors)
+    if EMBEDDING not in readers or (HEAD not in readers and not config.has_tied_embeddings):
+        raise UserError(f"{path} lacks its embedding or its head; the file is damaged.")
+    embedding_VD = readers[EMBEDDING]().float().contiguous()
+    head_VD = embedding_VD if config.has_tied_embeddings else readers[HEAD]().float().contiguous()
+    return config, embedding_VD, head_VD
 
 
 StoredTensor = tuple[str, Callable[[], torch.Tensor]]

@@ -1,0 +1,108 @@
+"""Traces to training batches.
+
+The alignment that everything rests on: the label of output position i is the target's distribution AT i, and the draft
+predicts it from the token before i. In the sequence prompt + output that is row len(prompt) − 1 + i, whose input is the
+last prompt token for i = 0. (OSD's published code is off by one here.)
+
+Legend: B sequences, T tokens, N loss positions, K teacher tokens, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from livedraft.records import SamplingParams, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One trace as the trainer keeps it."""
+
+    trace_id: int
+    token_ids: np.ndarray  # int64, prompt + output without the last token, which predicts nothing
+    num_prompt_tokens: int
+    output_token_ids: np.ndarray
+    teacher_token_ids_TK: np.ndarray
+    teacher_log_probs_TK: np.ndarray
+    loss_mask_T: np.ndarray  # bool, which output positions teach
+    sampling: SamplingParams
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.loss_mask_T)
+
+
+def example_from_trace(trace: Trace, trace_id: int, positions: Literal["all", "rejected"] = "all") -> Example:
+    token_ids = np.array([*trace.prompt_token_ids, *trace.output_token_ids[:-1]], dtype=np.int64)
+    num_positions = len(trace.output_token_ids)
+    mask = np.ones(num_positions, dtype=bool)
+    if positions == "rejected":
+        # The last token of each round: the correction, or the bonus (OSD, Algorithm 1).
+        mask = np.append(trace.round_number_T[1:] != trace.round_number_T[:-1], True)
+    return Example(
+        trace_id=trace_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(trace.prompt_token_ids),
+        output_token_ids=np.array(trace.output_token_ids, dtype=np.int64),
+        teacher_token_ids_TK=trace.teacher_token_ids_TK,
+        teacher_log_probs_TK=trace.teacher_log_probs_TK,
+        loss_mask_T=mask,
+        sampling=trace.sampling,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Sequences padded on the right; loss positions as rows of the flattened [B * T] hidden states."""
+
+    token_ids_BT: torch.Tensor
+    loss_rows_N: torch.Tensor
+    teacher_rows_NK: torch.Tensor  # row of the draft vocabulary, −1 where it has none
+    teacher_token_ids_NK: torch.Tensor
+    teacher_log_probs_NK: torch.Tensor  # float32
+    example_N: torch.Tensor  # which of the batch's examples a position belongs to
+
+
+def collate(
+    examples: Sequence[Example], target_to_draft_V: torch.Tensor, *, every_position: bool = False
+) -> TrainBatch:
+    """`every_position` ignores the loss masks, for scoring. `target_to_draft_V` holds −1 for tokens a draft lacks."""
+    T = max(example.num_tokens for example in examples)
+    token_ids_BT = torch.zeros(len(examples), T, dtype=torch.long)
+    loss_rows, teacher_ids, teacher_log_probs, owners = [], [], [], []
+    for index, example in enumerate(examples):
+        token_ids_BT[index, : example.num_tokens] = torch.from_numpy(example.token_ids)
+        kept = np.arange(example.num_positions) if every_position else np.flatnonzero(example.loss_mask_T)
+        loss_rows.append(index * T + example.num_prompt_tokens - 1 + kept)
+        teacher_ids.append(example.teacher_token_ids_TK[kept])
+        teacher_log_probs.append(example.teacher_log_probs_TK[kept])
+        owners.append(np.full(len(kept), index))
+    token_ids_NK = torch.from_numpy(np.concatenate(teacher_ids)).long()
+    return TrainBatch(
+        token_ids_BT=token_ids_BT,
+        loss_rows_N=torch.from_numpy(np.concatenate(loss_rows)),
+        teacher_rows_NK=target_to_draft_V[token_ids_NK],
+        teacher_token_ids_NK=token_ids_NK,
+        teacher_log_probs_NK=torch.from_numpy(np.concatenate(teacher_log_probs)).float(),
+        example_N=torch.from_numpy(np.concatenate(owners)),
+    )
+
+
+def micro_batches(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """Split by padded size, similar lengths together; one long example may exceed the limit alone."""
+    batches: list[list[Example]] = []
+    for example in sorted(examples, key=lambda example: example.num_tokens):
+        if batches and example.num_tokens * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(example)
+        else:
+            batches.append([example])
+    return batches

@@ -1,0 +1,199 @@
+"""The trace store: safetensors shards plus one row a trace in SQLite. Survives kill -9: a shard is whole or absent, and
+its rows come after it.
+
+    <state>/traces/shard-<id>.safetensors     named tensors, concatenated over the shard's traces, with offsets
+    <state>/livedraft.db                      table `traces`
+
+Readers ignore tensor names they do not know, so a later schema can add some.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from livedraft.drafts.registry import fsync_path, open_database
+from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace
+
+HELD_OUT_SHARE = 10
+"""One conversation in this many is held out."""
+_MAX_OPEN_SHARDS = 8
+
+# Array fields by the letter they run over: T output positions, P drafted positions.
+_PER_OUTPUT = ("teacher_token_ids_TK", "teacher_log_probs_TK", "tail_mass_T", "round_number_T")
+_PER_DRAFTED = (
+    "drafted_position_P",
+    "drafted_token_id_P",
+    "drafted_log_prob_P",
+    "drafted_target_log_prob_P",
+    "drafted_accepted_P",
+    "drafted_off_path_P",
+    "draft_top_token_ids_PQ",
+    "draft_top_log_probs_PQ",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRow:
+    id: int
+    request_id: str
+    route: str
+    is_held_out: bool
+    shard: str
+    row: int
+    num_output_tokens: int
+    draft_version: str
+    alpha: float | None
+    alpha_served: float | None
+
+
+def is_held_out(conversation_key: str) -> bool:
+    """Decided by the keyed hash alone, for good. A request without a conversation (no key) trains."""
+    return bool(conversation_key) and int(conversation_key, 16) % HELD_OUT_SHARE == 0
+
+
+class TraceStore:
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.folder = state / "traces"
+        self._open_shards: OrderedDict[str, list[Trace]] = OrderedDict()
+
+    def append(self, traces: Sequence[Trace]) -> None:
+        """Write one shard, then its rows. Raises OSError or UserError when the disk is full; then nothing is stored."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"shard-{uuid.uuid4().hex}.safetensors"
+        temporary = self.folder / f".tmp-{name}"
+        try:
+            _write_shard(temporary, traces)
+            fsync_path(temporary)
+            os.rename(temporary, self.folder / name)
+            fsync_path(self.folder)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"trace shard not written: {error}") from error
+        with open_database(self.state) as database:
+            database.executemany(
+                "INSERT INTO traces (request_id, route, created_at, is_held_out, shard, row, num_output_tokens,"
+                " draft_version) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        trace.request_id,
+                        trace.route,
+                        time.time(),
+                        is_held_out(trace.conversation_key),
+                        name,
+                        row,
+                        len(trace.output_token_ids),
+                        trace.draft_version,
+                    )
+                    for row, trace in enumerate(traces)
+                ],
+            )
+
+    def rows(self, *, after_id: int = 0, route: str | None = None, limit: int = 10_000) -> list[TraceRow]:
+        """Rows newer than `after_id`, oldest first."""
+        with open_database(self.state) as database:
+            found = database.execute(
+                "SELECT id, request_id, route, is_held_out, shard, row, num_output_tokens, draft_version, alpha,"
+                " alpha_served FROM traces WHERE id > ? AND (? IS NULL OR route = ?) ORDER BY id LIMIT ?",
+                (after_id, route, route, limit),
+            ).fetchall()
+        names = list(TraceRow.__dataclass_fields__)
+        return [TraceRow(**{**dict(zip(names, row, strict=True)), "is_held_out": bool(row[3])}) for row in found]
+
+    def read(self, row: TraceRow) -> Trace | None:
+        """The trace itself, or None when its shard is missing or damaged (then it is set aside and its rows dropped)."""
+        traces = self._open_shards.get(row.shard)
+        if traces is None:
+            try:
+                traces = _read_shard(self.folder / row.shard)
+            except (OSError, SafetensorError, KeyError, ValueError):
+                self._set_aside(row.shard)
+                return None
+            self._open_shards[row.shard] = traces
+            if len(self._open_shards) > _MAX_OPEN_SHARDS:
+                self._open_shards.popitem(last=False)
+        return traces[row.row]
+
+    def record_alpha(self, scores: dict[int, tuple[float, float]]) -> None:
+        """Store (alpha, alpha_served) by trace id."""
+        with open_database(self.state) as database:
+            database.executemany(
+                "UPDATE traces SET alpha = ?, alpha_served = ? WHERE id = ?",
+                [(alpha, served, trace_id) for trace_id, (alpha, served) in scores.items()],
+            )
+
+    def _set_aside(self, shard: str) -> None:
+        path = self.folder / shard
+        if path.exists():
+            os.replace(path, path.with_suffix(".damaged"))
+        with open_database(self.state) as database:
+            database.execute("DELETE FROM traces WHERE shard = ?", (shard,))
+
+
+def _write_shard(path: Path, traces: Sequence[Trace]) -> None:
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(trace, name) for trace in traces])
+
+    def offsets(lengths: list[int]) -> np.ndarray:
+        return np.cumsum([0, *lengths]).astype(np.int64)
+
+    tensors = {name: joined(name) for name in (*_PER_OUTPUT, *_PER_DRAFTED)}
+    tensors["prompt_token_ids"] = np.concatenate([np.array(t.prompt_token_ids, dtype=np.int32) for t in traces])
+    tensors["output_token_ids"] = np.concatenate([np.array(t.output_token_ids, dtype=np.int32) for t in traces])
+    tensors["prompt_offsets"] = offsets([len(t.prompt_token_ids) for t in traces])
+    tensors["output_offsets"] = offsets([len(t.output_token_ids) for t in traces])
+    tensors["drafted_offsets"] = offsets([len(t.drafted_position_P) for t in traces])
+    scalars = [
+        {
+            "request_id": t.request_id,
+            "route": t.route,
+            "target_fingerprint": t.target_fingerprint,
+            "sampling": asdict(t.sampling),
+            "draft_version": t.draft_version,
+            "arrived_at": t.arrived_at,
+            "conversation_key": t.conversation_key,
+            "position_version_T": t.position_version_T,
+        }
+        for t in traces
+    ]
+    metadata = {"schema_version": str(TRACE_SCHEMA_VERSION), "traces": json.dumps(scalars)}
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata=metadata)
+
+
+def _read_shard(path: Path) -> list[Trace]:
+    with safe_open(path, framework="numpy") as shard:
+        metadata = shard.metadata()
+        if metadata.get("schema_version") != str(TRACE_SCHEMA_VERSION):
+            raise ValueError(f"{path} has schema {metadata.get('schema_version')}")
+        names = (*_PER_OUTPUT, *_PER_DRAFTED, "prompt_token_ids", "output_token_ids")
+        tensors = {name: shard.get_tensor(name) for name in names}
+        bounds = {kind: shard.get_tensor(f"{kind}_offsets") for kind in ("prompt", "output", "drafted")}
+    traces = []
+    for row, scalars in enumerate(json.loads(metadata["traces"])):
+        prompt, output, drafted = (slice(*bounds[kind][row : row + 2]) for kind in ("prompt", "output", "drafted"))
+        fields: dict[str, Any] = {name: tensors[name][output] for name in _PER_OUTPUT}
+        fields |= {name: tensors[name][drafted] for name in _PER_DRAFTED}
+        sampling = scalars.pop("sampling")
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        traces.append(
+            Trace(
+                **scalars,
+                **fields,
+                sampling=SamplingParams(**sampling),
+                prompt_token_ids=tensors["prompt_token_ids"][prompt].tolist(),
+                output_token_ids=tensors["output_token_ids"][output].tolist(),
+            )
+        )
+    return traces

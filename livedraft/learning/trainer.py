@@ -1,0 +1,253 @@
+"""Training a private copy of the draft on served traces. Live weights are never touched.
+
+One optimiser step (`Trainer.step`):
+  1. split the examples into micro-batches; between two of them the caller may yield to serving;
+  2. run the draft's layers over prompt + output, teacher-forced (`run_layers`, the serving code, with autograd);
+  3. logits only at the output positions, in chunks of rows;
+  4. the loss against the target's own distribution at each position;
+  5. one AdamW step on the mean over all positions of all micro-batches.
+
+Legend: B sequences, T tokens, N loss positions, H heads, G key-value heads, E head width, D width, W draft vocabulary,
+V target vocabulary, K teacher tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from livedraft.config import LearningConfig
+from livedraft.device import cpu_has_bf16_instructions
+from livedraft.drafts.weights import DraftWeights, decoder_weights
+from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
+from livedraft.learning.losses import LOSS_FUNCTIONS, compare
+from livedraft.models.config import ModelConfig
+from livedraft.models.decoder import DecoderWeights, RotaryTable, run_layers
+from livedraft.sampling import logits_to_probs
+
+ROWS_PER_CHUNK = 512
+"""Rows of draft logits in memory at once."""
+_BETAS, _WEIGHT_DECAY, _MAX_GRADIENT_NORM = (0.9, 0.95), 0.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    loss: float
+    alpha: float
+    num_positions: int
+    num_skipped: int
+    """Positions whose target mass the draft's vocabulary hardly covers; they taught nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One request's acceptance, teacher-forced over all its output positions."""
+
+    alpha: float
+    """Mean of Σ min(target_probs, draft_probs) at temperature 1; a lower bound under top-K teachers."""
+    alpha_t0: float
+    """Share of positions where both models' most likely token is the same."""
+    alpha_served: float
+    """As alpha, under the request's own sampling parameters."""
+    num_positions: int
+
+
+class Trainer:
+    def __init__(
+        self,
+        *,
+        config: LearningConfig,
+        model_config: ModelConfig,
+        draft: DraftWeights,
+        embedding_VD: torch.Tensor,
+        head_VD: torch.Tensor,
+        max_positions: int,
+    ) -> None:
+        """embedding_VD and head_VD are the target's, float32 and frozen; head_VD gives new vocabulary rows their start."""
+        self.config = config
+        self.model_config = model_config
+        self.embedding_VD = embedding_VD
+        self.head_VD = head_VD
+        self.rotary = RotaryTable(model_config, max_positions, torch.float32, torch.device("cpu"))
+        self.uses_bf16 = cpu_has_bf16_instructions()
+        self.num_steps = 0
+        self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+        )
+        self._set_vocabulary(draft.draft_to_target_W)
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def step(self, examples: Sequence[Example], between: Callable[[], None] = lambda: None) -> StepReport:
+        """One optimiser step; `between` is called between micro-batches."""
+        total_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
+        weights = self._weights()
+        loss_sum = alpha_sum = 0.0
+        num_taught = 0
+        with self._autocast():  # one context for the whole step: the cast of each weight is made once
+            for micro_batch in micro_batches(examples, self.config.micro_batch_tokens):
+                batch = collate(micro_batch, self.target_to_draft_V)
+                loss, overlap, taught = self._accumulate_gradients(batch, weights, total_positions)
+                loss_sum += loss
+                alpha_sum += overlap
+                num_taught += taught
+                between()
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        return StepReport(
+            loss=loss_sum / total_positions,
+            alpha=alpha_sum / total_positions,
+            num_positions=total_positions,
+            num_skipped=total_positions - num_taught,
+        )
+
+    def _accumulate_gradients(
+        self, batch: TrainBatch, weights: DecoderWeights, total_positions: int
+    ) -> tuple[float, float, int]:
+        """(sum of the loss, sum of Σ min, number of positions that teach) over a micro-batch.
+
+        The backward pass of each chunk of logits runs at once, down to the hidden states; only then the layers' own.
+        So a single chunk of [rows, W] logits is ever held, and nothing is computed twice.
+        """
+        loss_function = LOSS_FUNCTIONS[self.config.loss]
+        hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
+        leaf_ND = hidden_ND.detach().requires_grad_()
+        loss_sum = overlap_sum = 0.0
+        num_taught = 0
+        for start in range(0, leaf_ND.shape[0], ROWS_PER_CHUNK):
+            rows = slice(start, start + ROWS_PER_CHUNK)
+            logits_NW = weights.head(leaf_ND[rows]).float()
+            comparison = compare(logits_NW, batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows])
+            teaches_N = comparison.teaches_N
+            # where, not a product: a position that teaches nothing may have an infinite loss.
+            loss = torch.where(teaches_N, loss_function(comparison), 0.0).sum()
+            (loss / total_positions).backward()
+            loss_sum += loss.item()
+            overlap_sum += comparison.overlap_N.detach().sum().item()
+            num_taught += int(teaches_N.sum())
+        hidden_ND.backward(leaf_ND.grad)
+        return loss_sum, overlap_sum, num_taught
+
+    # --- scoring ----------------------------------------------------------------------------------------------------
+
+    def score(
+        self, examples: Sequence[Example], draft: DraftWeights | None = None, between: Callable[[], None] = lambda: None
+    ) -> list[Score]:
+        """Acceptance of each example under the given draft, or under the copy in training. In the order given."""
+        weights = self._weights() if draft is None else self._weights_of(draft)
+        lookup_V = self.target_to_draft_V if draft is None else self._lookup(draft.draft_to_target_W)
+        scores: dict[int, Score] = {}
+        order = {id(example): index for index, example in enumerate(examples)}
+        with torch.no_grad(), self._autocast():
+            for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):
+                batch = collate(micro_batch, lookup_V, every_position=True)
+                hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
+                for index, example in enumerate(micro_batch):
+                    rows = torch.nonzero(batch.example_N == index)[:, 0]
+                    logits_TW = weights.head(hidden_ND[rows]).float()
+                    scores[order[id(example)]] = _score_example(example, batch, rows, logits_TW)
+                between()
+        return [scores[index] for index in range(len(examples))]
+
+    # --- the draft vocabulary ---------------------------------------------------------------------------------------
+
+    def change_vocabulary(self, token_ids: Sequence[int]) -> None:
+        """Follow the traffic: rows stay with their token and its optimiser state; new rows start from the target's head."""
+        new_W = torch.tensor(sorted(set(token_ids)))
+        if torch.equal(new_W, self.draft_to_target_W):
+            return
+        head = self.parameters["head"]
+        old_rows_W = self.target_to_draft_V[new_W]
+        is_known_W = old_rows_W >= 0
+        new_head_WD = self.head_VD[new_W].clone()
+        new_head_WD[is_known_W] = head.detach()[old_rows_W[is_known_W]]
+        new_parameter = new_head_WD.requires_grad_()
+        state = self.optimizer.state.pop(head, None)
+        if state is not None:
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments_WD = torch.zeros_like(new_head_WD, requires_grad=False)
+                moments_WD[is_known_W] = state[name][old_rows_W[is_known_W]]
+                state[name] = moments_WD
+            self.optimizer.state[new_parameter] = state
+        group = self.optimizer.param_groups[0]["params"]
+        group[[parameter is head for parameter in group].index(True)] = new_parameter
+        self.parameters["head"] = new_parameter
+        self._set_vocabulary(new_W)
+
+    def snapshot(self) -> DraftWeights:
+        """A copy of the weights as they are now."""
+        tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        return DraftWeights(tensors=tensors, draft_to_target_W=self.draft_to_target_W.clone())
+
+    def _set_vocabulary(self, draft_to_target_W: torch.Tensor) -> None:
+        self.draft_to_target_W = draft_to_target_W
+        self.target_to_draft_V = self._lookup(draft_to_target_W)
+
+    def _lookup(self, draft_to_target_W: torch.Tensor) -> torch.Tensor:
+        lookup_V = torch.full((self.model_config.vocabulary_size,), -1)
+        lookup_V[draft_to_target_W] = torch.arange(len(draft_to_target_W))
+        return lookup_V
+
+    # --- the forward pass -------------------------------------------------------------------------------------------
+
+    def _weights(self) -> DecoderWeights:
+        return self._weights_of(DraftWeights(tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
+
+    def _weights_of(self, draft: DraftWeights) -> DecoderWeights:
+        return decoder_weights(
+            draft, self.embedding_VD, dtype=torch.float32, device=torch.device("cpu"), is_prepacked=False
+        )
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bf16)
+
+    def _hidden(self, token_ids_BT: torch.Tensor, weights: DecoderWeights) -> torch.Tensor:
+        """Final normed hidden states [B * T, D]. Padding is on the right, so causal attention never sees it."""
+        B, T = token_ids_BT.shape
+        config = self.model_config
+        repeats = config.num_query_heads_per_kv
+
+        def attend(
+            _layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
+        ) -> torch.Tensor:
+            queries, keys, values = (
+                x.reshape(B, T, -1, config.head_width).transpose(1, 2) for x in (queries_NHE, keys_NGE, values_NGE)
+            )
+            # Written out: on CPUs the fused kernel's backward pass is several times slower than these products.
+            keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
+            scores_BHTT = queries @ keys.transpose(-1, -2) * config.head_width**-0.5
+            attended = (scores_BHTT + mask_TT).softmax(-1).to(values.dtype) @ values
+            return attended.transpose(1, 2).reshape(B * T, -1)
+
+        mask_TT = torch.full((T, T), -torch.inf).triu(1)
+        hidden_ND = F.embedding(token_ids_BT.view(-1), self.embedding_VD)
+        positions_N = torch.arange(T).repeat(B)
+        hidden_ND = run_layers(hidden_ND, positions_N, weights.layers, config, self.rotary, attend)
+        return F.rms_norm(hidden_ND, (config.width,), weights.final_norm_D, config.norm_eps)
+
+
+def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor) -> Score:
+    """rows: the example's positions in the batch; logits_TW: the draft's logits there."""
+    teacher_rows_TK, teacher_log_probs_TK = batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows]
+    overlap_T = compare(logits_TW, teacher_rows_TK, teacher_log_probs_TK).overlap_N
+    matches_T = teacher_rows_TK[:, 0] == logits_TW.argmax(-1)  # the teacher's tokens are sorted, best first
+    if example.sampling.is_greedy:
+        served_T = matches_T.float()
+    else:
+        # The teacher's raw log-probabilities are logits up to a constant; mass outside the top K is left out.
+        target_probs_TK = logits_to_probs(teacher_log_probs_TK, example.sampling)
+        draft_probs_TW = logits_to_probs(logits_TW, example.sampling)
+        draft_probs_TK = draft_probs_TW.gather(-1, teacher_rows_TK.clamp(min=0)) * (teacher_rows_TK >= 0)
+        served_T = torch.minimum(target_probs_TK, draft_probs_TK).sum(-1)
+    return Score(
+        alpha=overlap_T.mean().item(),
+        alpha_t0=matches_T.float().mean().item(),
+        alpha_served=served_T.mean().item(),
+        num_positions=len(rows),
+    )

@@ -1,0 +1,335 @@
+"""The training process: `python -m livedraft.learning.worker --state DIR --target FILE --settings JSON`.
+
+It reads traces from the store, scores them, trains a private copy of the draft, and offers candidates to the gate. It
+talks to the serving process through the state folder only (store, registry, status row), and ends when the pipe on its
+standard input closes. Serving never waits for it.
+
+One turn of its loop:
+  1. score what is new with the version that served it (prequential: score first, train later);
+  2. while a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
+  3. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times;
+  4. after enough new traces freeze a candidate; test a frozen one when evidence it has not trained on is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from livedraft.config import LearningConfig
+from livedraft.drafts.registry import Registry, new_version_id, open_database
+from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
+from livedraft.learning import gate
+from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
+from livedraft.learning.store import TraceRow, TraceStore
+from livedraft.learning.trainer import Trainer
+from livedraft.learning.vocabulary import VocabularyUse
+from livedraft.models.load import load_embedding_and_head
+from livedraft.records import DraftVersion, UserError
+
+POLL_SECONDS = 0.1
+MAX_YIELD_SECONDS = 0.5
+"""Longest pause between two micro-batches while serving is busy: learning starves on no machine, but costs little."""
+MAX_GATE_HELD_OUT = 200
+MAX_KEPT_EXAMPLES = 2000
+"""Replay window, in traces."""
+_MAX_KEPT_DRAFTS = 4
+
+
+@dataclass(kw_only=True)
+class Candidate:
+    version: DraftVersion
+    last_trace_id: int
+
+
+class Worker:
+    def __init__(self, *, state: Path, target: Path, route: str, config: LearningConfig, max_positions: int) -> None:
+        self.state, self.route, self.config = state, route, config
+        self.store, self.registry = TraceStore(state), Registry(state)
+        in_service = self.registry.in_service(route)
+        if in_service is None:
+            raise UserError(f"{state} has no draft in service on route {route}; start serving with this state first.")
+        self.in_service = in_service
+        model_config, embedding_VD, head_VD = load_embedding_and_head(target)
+        draft = load_draft(self.registry.weights_path(in_service.id))
+        self.trainer = Trainer(
+            config=config,
+            model_config=model_config,
+            draft=draft,
+            embedding_VD=embedding_VD,
+            head_VD=head_VD,
+            max_positions=max_positions,
+        )
+        self.vocabulary = VocabularyUse(model_config.vocabulary_size)
+        self.vocabulary_size = draft.vocabulary_size
+        self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
+        self.examples: OrderedDict[int, Example] = OrderedDict()  # training side, oldest first
+        self.held_out: OrderedDict[int, Example] = OrderedDict()
+        self.fresh: list[Example] = []  # scored, not yet trained on
+        self.copies: Counter[int] = Counter()
+        self.random = random.Random(config.seed)
+        self.last_trace_id = 0
+        self.newest_trained_id = 0
+        self.num_trained = 0
+        self.num_since_candidate = 0
+        self.num_candidates = 0
+        self.num_tests_since_promotion = 0
+        self.candidate: Candidate | None = None
+        self.num_tested_evidence = 0
+        self._to_score: list[tuple[TraceRow, Example]] = []
+        self._yield_flag = open_yield_flag(state)
+        self._status = ""
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._report("waiting for traces")
+        while True:
+            if not self.turn():
+                self._report("waiting for traces")
+                time.sleep(POLL_SECONDS)
+
+    def turn(self) -> bool:
+        """One turn; False when there was nothing to do."""
+        self._read_new_traces()
+        if self._score_new():
+            return True
+        if len(self.fresh) >= self.config.traces_per_chunk:
+            self._train(self.fresh[: self.config.traces_per_chunk])
+            self.fresh = self.fresh[self.config.traces_per_chunk :]
+            return True
+        if self._test_candidate():
+            return True
+        if self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate:
+            self._freeze_candidate()
+            return True
+        return self._replay()
+
+    def _read_new_traces(self) -> None:
+        for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
+            self.last_trace_id = row.id
+            trace = self.store.read(row)
+            if trace is None or not trace.output_token_ids:
+                continue
+            example = example_from_trace(trace, row.id, self.config.positions)
+            self._to_score.append((row, example))
+
+    def _score_new(self) -> bool:
+        """Prequential: with the version that served the request, before anything is trained on it."""
+        if not self._to_score:
+            return False
+        self._report("scoring")
+        batch, self._to_score = self._to_score, []
+        by_version: dict[str, list[int]] = {}
+        for index, (row, _) in enumerate(batch):
+            by_version.setdefault(row.draft_version, []).append(index)
+        found: dict[int, tuple[float, float]] = {}
+        for version, indices in by_version.items():
+            draft = self._draft(version)
+            if draft is None:
+                continue  # served without a draft, or by one that is gone
+            examples = [batch[index][1] for index in indices]
+            for index, score in zip(indices, self.trainer.score(examples, draft, self._between), strict=True):
+                found[batch[index][0].id] = (score.alpha, score.alpha_served)
+        self.store.record_alpha(found)
+        for row, example in batch:
+            if row.is_held_out:
+                self.held_out[row.id] = example
+                if len(self.held_out) > MAX_GATE_HELD_OUT:
+                    self.held_out.popitem(last=False)
+            else:
+                self.fresh.append(example)
+        return True
+
+    def _train(self, new: Sequence[Example]) -> None:
+        """One optimiser step on new examples and `replay_per_new` old ones for each."""
+        self._report("training")
+        for example in new:
+            self.vocabulary.add(example)
+        if self.trainer.num_steps == 0:
+            self.trainer.change_vocabulary(self.vocabulary.choose(self.vocabulary_size))
+        batch = [*new, *self._replayed(self.config.replay_per_new * len(new))]
+        self._step(batch)
+        for example in new:
+            self.examples[example.trace_id] = example
+            self.newest_trained_id = max(self.newest_trained_id, example.trace_id)
+            if len(self.examples) > MAX_KEPT_EXAMPLES:
+                self.examples.popitem(last=False)
+        self.num_trained += len(new)
+        self.num_since_candidate += len(new)
+
+    def _replay(self) -> bool:
+        """Idle compute: old examples again, each at most max_passes times in all."""
+        batch = self._replayed((1 + self.config.replay_per_new) * self.config.traces_per_chunk)
+        if not batch:
+            return False
+        self._report("replaying")
+        self._step(batch)
+        return True
+
+    def _replayed(self, count: int) -> list[Example]:
+        usable = [
+            example for example in self.examples.values() if self.copies[example.trace_id] < self.config.max_passes
+        ]
+        return self.random.sample(usable, min(count, len(usable)))
+
+    def _step(self, batch: list[Example]) -> None:
+        for example in batch:
+            self.copies[example.trace_id] += 1
+        self.trainer.step(batch, self._between)
+
+    # --- candidates and the gate ------------------------------------------------------------------------------------
+
+    def _freeze_candidate(self) -> None:
+        weights = self.trainer.snapshot()
+        self.num_candidates += 1
+        version = DraftVersion(
+            id=new_version_id(self.num_candidates),
+            route=self.route,
+            parent=self.in_service.id,
+            sha256="",
+            target_fingerprint=self.in_service.target_fingerprint,
+            tokenizer_fingerprint=self.in_service.tokenizer_fingerprint,
+            num_layers=weights.num_layers,
+            vocabulary_size=weights.vocabulary_size,
+            created_at=time.time(),
+            num_requests_seen=self.num_trained,
+            last_trace_id=self.newest_trained_id,
+        )
+        version = self.registry.publish(lambda path: save_draft(weights, path), version)
+        self._keep(version.id, weights)
+        self.candidate = Candidate(version=version, last_trace_id=self.newest_trained_id)
+        self.num_since_candidate = 0
+        self.num_tested_evidence = 0
+        # A version boundary: from here on the copy in training says what the traffic says now.
+        self.trainer.change_vocabulary(self.vocabulary.choose(self.vocabulary_size))
+
+    def _evidence(self) -> list[Example]:
+        """What the candidate has not trained on: held-out requests, and all that came after its window closed."""
+        assert self.candidate is not None
+        after = self.candidate.last_trace_id
+        newer = [example for example in self.examples.values() if example.trace_id > after]
+        return [*self.held_out.values(), *newer, *(example for example in self.fresh if example.trace_id > after)]
+
+    def _test_candidate(self) -> bool:
+        if self.candidate is None:
+            return False
+        evidence = self._evidence()
+        num_positions = sum(example.num_positions for example in evidence)
+        if len(evidence) < gate.MIN_REQUESTS or num_positions < gate.MIN_POSITIONS:
+            return False  # waits; nothing was tested
+        self._report("testing a candidate")
+        version = self.candidate.version
+        candidate_scores = self.trainer.score(evidence, self._draft(version.id), self._between)
+        parent_scores = self.trainer.score(evidence, self._draft(self.in_service.id), self._between)
+        self.num_tests_since_promotion += 1
+        decision = gate.decide(
+            [score.alpha_served for score in candidate_scores],
+            [score.alpha_served for score in parent_scores],
+            num_positions=num_positions,
+            test_number=self.num_tests_since_promotion,
+            seed=self.config.seed,
+        )
+        alpha = sum(score.alpha for score in candidate_scores) / len(candidate_scores)
+        fields = {**decision.as_fields(), "alpha": alpha}
+        if decision.promote:
+            self.registry.promote(version.id, self.route, fields)
+            self.in_service = version
+            self.num_tests_since_promotion = 0
+        else:
+            self.registry.reject(version.id, fields)
+        self.candidate = None
+        return True
+
+    # --- odds and ends ----------------------------------------------------------------------------------------------
+
+    def _draft(self, version_id: str) -> DraftWeights | None:
+        if version_id not in self.drafts:
+            try:
+                self._keep(version_id, load_draft(self.registry.weights_path(version_id)))
+            except UserError:
+                return None
+        return self.drafts[version_id]
+
+    def _keep(self, version_id: str, weights: DraftWeights) -> None:
+        self.drafts[version_id] = weights
+        while len(self.drafts) > _MAX_KEPT_DRAFTS:
+            oldest = next(name for name in self.drafts if name != self.in_service.id)
+            del self.drafts[oldest]
+
+    def _between(self) -> None:
+        """Called between micro-batches: step aside while requests run or wait."""
+        deadline = time.monotonic() + MAX_YIELD_SECONDS
+        while self._yield_flag[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _report(self, status: str) -> None:
+        """Write the status row when it changes; the serving process shows it."""
+        if status == self._status:
+            return
+        self._status = status
+        fields = {
+            "status": status,
+            "pid": os.getpid(),
+            "num_steps": self.trainer.num_steps,
+            "num_trained": self.num_trained,
+            "in_service": self.in_service.id,
+        }
+        with open_database(self.state) as database:
+            database.execute(
+                "INSERT INTO trainer_status (only, updated_at, status) VALUES (1, ?, ?)"
+                " ON CONFLICT (only) DO UPDATE SET updated_at = excluded.updated_at, status = excluded.status",
+                (time.time(), json.dumps(fields)),
+            )
+
+
+def end_with_parent() -> None:
+    """Leave as soon as the pipe on standard input closes: its other end lives in the serving process."""
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="livedraft's training process; started by the serving process.")
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--route", default="default")
+    parser.add_argument("--max-positions", type=int, default=2048)
+    parser.add_argument("--settings", default="{}", help="LearningConfig as JSON")
+    arguments = parser.parse_args()
+    end_with_parent()
+    config = LearningConfig(**json.loads(arguments.settings))
+    torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+    try:
+        Worker(
+            state=arguments.state,
+            target=arguments.target,
+            route=arguments.route,
+            config=config,
+            max_positions=arguments.max_positions,
+        ).run()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""LLM: the Python front door, and the one place that wires the rooms together.
+
+    from livedraft import LLM, SamplingParams
+    with LLM("smollm2-135m") as llm:
+        print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
+from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
+from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.weights import (
+    DraftWeights,
+    check_against_target,
+    draft_from_target,
+    load_draft,
+    lowest_token_ids,
+    save_draft,
+    serving_weights,
+)
+from livedraft.engine.engine import Engine
+from livedraft.engine.request import RequestState
+from livedraft.engine.swap import SwapWatcher
+from livedraft.events import Events
+from livedraft.learning.capture import Capture, conversation_key, load_secret
+from livedraft.learning.process import TrainerProcess, worker_command
+from livedraft.learning.store import TraceStore
+from livedraft.models.decoder import Decoder
+from livedraft.models.load import build_weights, load_model
+from livedraft.models.pull import resolve_model
+from livedraft.records import DraftVersion, Request, SamplingParams, UserError
+from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.stats import SpeculationStats
+from livedraft.tokenizer import Message, Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Plain text, chat messages (the model's template is applied), or token ids."""
+ROUTE = "default"
+UNTRAINED = "untrained"
+"""The version name of a draft made of the target's first layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    stats: SpeculationStats
+
+
+class LLM:
+    """A target, its draft and, with `learn`, the training process.
+
+    model: a pulled name, a Hugging Face folder or a GGUF file. draft: "auto" (the version in service in `state`, else an
+    untrained one), "none" (plain decoding), "untrained", a version id, or a folder with draft.safetensors. state: the folder
+    of drafts and traces; without one nothing is kept. learn: train on what is served (needs `state`).
+    Raises UserError or ValueError with one sentence when something does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str = "auto",
+        state: str | Path | None = None,
+        learn: bool = False,
+        dtype: str = "auto",
+        device: str = "auto",
+        num_threads: int | None = None,
+        engine: EngineConfig | None = None,
+        speculation: SpeculationConfig | None = None,
+        learning: LearningConfig | None = None,
+        events: Events | None = None,
+    ) -> None:
+        if learn and state is None:
+            raise ValueError("learn needs a state folder for traces and drafts; give state=.")
+        self.events = events or Events()
+        self.learning = learning or LearningConfig()
+        self._speculation = speculation or SpeculationConfig()
+        self._learns = learn and self._speculation.method != "none" and draft != "none"
+        if learn and not self._learns:
+            raise ValueError("learn needs a draft to train; leave out draft='none' and method='none'.")
+        use_threads(num_threads or num_available_cores())
+        self.path: ExecutionPath = choose_execution_path(dtype, device)
+        model_path = resolve_model(model)
+        loaded = load_model(model_path, self.path.dtype)
+        self.model_config, self.target_fingerprint = loaded.config, loaded.fingerprint
+        self.tokenizer: Tokenizer = load_tokenizer(model_path, loaded.config.eos_token_ids)
+        if self.tokenizer.num_tokens > loaded.config.vocabulary_size:
+            raise UserError(
+                f"The tokenizer in {model_path} has {self.tokenizer.num_tokens} tokens and the model "
+                f"{loaded.config.vocabulary_size}; they do not belong together."
+            )
+        self._engine_config = _within_model(engine or EngineConfig(), loaded.config.max_positions)
+        self._state_lock: TextIO | None = None
+        self.state = None if state is None else Path(state)
+        if self.state is not None:
+            self._state_lock = _lock(self.state)
+        self.registry = None if self.state is None else Registry(self.state)
+        self._weights = build_weights(loaded, self.path)
+        self._target = self._decoder(self._weights, self._engine_config.max_num_seqs)
+        self._untrained: DraftWeights | None = None
+        if self._speculation.method != "none" and draft != "none":
+            self._untrained = draft_from_target(
+                loaded,
+                num_layers=self._speculation.num_draft_layers,
+                token_ids=lowest_token_ids(loaded.config.vocabulary_size, self._speculation.draft_vocabulary_size),
+            )
+        del loaded
+        resident = self._first_draft(draft)
+        self._secret = load_secret(self.state) if self.state is not None else os.urandom(32)
+        self.capture = Capture(TraceStore(self.state), self.events) if self._learns and self.state else None
+        self.engine = Engine(
+            self._target,
+            resident,
+            config=self._engine_config,
+            speculation=self._speculation,
+            events=self.events,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            target_fingerprint=self.target_fingerprint,
+            trace_sink=self.capture.offer if self.capture else None,
+        )
+        self.swap: SwapWatcher | None = None
+        self.trainer: TrainerProcess | None = None
+        if self._learns and self.state is not None and self.registry is not None:
+            self.swap = SwapWatcher(
+                self.engine,
+                self.registry,
+                route=ROUTE,
+                build=lambda version: self.resident_draft(version.id),
+                events=self.events,
+                target_fingerprint=self.target_fingerprint,
+                serving=self.engine.draft_version,
+            )
+            self.trainer = TrainerProcess(
+                worker_command(
+                    state=self.state,
+                    target=model_path,
+                    route=ROUTE,
+                    config=self.learning,
+                    max_positions=self._engine_config.max_model_len,
+                ),
+                state=self.state,
+                num_threads=self.learning.num_threads,
+                events=self.events,
+            )
+        self._request_numbers = itertools.count()
+
+    # --- generating -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, store: bool = True
+    ) -> list[RequestOutput]:
+        """Serve one prompt or several together; outputs in the prompts' order. `store=False` keeps them from learning.
+
+        Raises ValueError for a prompt that is empty or too long; then none of them is served.
+        """
+        requests = [self.request(prompt, sampling, store=store) for prompt in _as_list(prompts)]
+        states = self.add(requests)
+        self.run()
+        return [self.output(state) for state in states]
+
+    def request(self, prompt: Prompt, sampling: SamplingParams | None = None, *, store: bool = True) -> Request:
+        """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else."""
+        if isinstance(prompt, str):
+            token_ids, root = self.tokenizer.encode(prompt), [prompt]
+        elif prompt and isinstance(prompt[0], int):
+            token_ids, root = list(prompt), list(prompt)  # type: ignore[arg-type]
+        else:
+            token_ids, root = self.tokenizer.encode_chat(prompt), _conversation_root(prompt)  # type: ignore[arg-type]
+        return Request(
+            id=f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling or SamplingParams(),
+            route=ROUTE,
+            store=store,
+            conversation_key=conversation_key(root, self._secret),
+        )
+
+    def add(self, requests: Iterable[Request]) -> list[RequestState]:
+        """Queue requests, all or none."""
+        requests = list(requests)
+        for request in requests:
+            self.engine.check(request)
+        states = [self.engine.add_request(request) for request in requests]
+        if states and self.trainer is not None:
+            self.trainer.set_busy(True)
+        return states
+
+    def run(self, after_round: Callable[[], None] = lambda: None) -> None:
+        """Serve until nothing is left."""
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+                after_round()
+        finally:
+            if self.trainer is not None:
+                self.trainer.set_busy(False)
+
+    def output(self, state: RequestState) -> RequestOutput:
+        assert state.finish_reason is not None
+        return RequestOutput(
+            text=self.tokenizer.decode(state.output_token_ids),
+            token_ids=state.output_token_ids,
+            finish_reason=state.finish_reason,
+            num_prompt_tokens=state.num_prompt_tokens,
+            stats=state.stats,
+        )
+
+    # --- drafts -----------------------------------------------------------------------------------------------------
+
+    def resident_draft(self, version_id: str) -> DraftModel:
+        """A version (or "untrained") loaded and laid out for serving, with its own empty cache."""
+        if version_id == UNTRAINED:
+            if self._untrained is None:
+                raise UserError("This LLM was made without a draft; leave out draft='none'.")
+            weights = self._untrained
+        else:
+            weights = self._stored_draft(version_id)
+        check_against_target(weights, self.model_config, f"Draft {version_id}")
+        decoder = self._decoder(
+            serving_weights(weights, self._weights, self.path), self._engine_config.max_num_seqs
+        )
+        return DraftModel(
+            decoder, weights.draft_to_target_W, version=version_id, keep_logits=self._learns
+        )
+
+    def _stored_draft(self, version_id: str) -> DraftWeights:
+        folder = Path(version_id)
+        if (folder / "draft.safetensors").exists():
+            return load_draft(folder / "draft.safetensors")
+        if self.registry is None or not self.registry.weights_path(version_id).exists():
+            raise UserError(f"There is no draft {version_id!r}: neither a version in the state folder nor a draft's folder.")
+        return load_draft(self.registry.weights_path(version_id))
+
+    def _first_draft(self, draft: str) -> DraftModel | None:
+        if self._untrained is None:
+            return None
+        if draft != "auto":
+            return self.resident_draft(draft)
+        version = self.registry.in_service(ROUTE) if self.registry else None
+        if version is not None and version.target_fingerprint != self.target_fingerprint:
+            raise UserError(
+                f"The drafts in {self.state} were trained for another target; give another --state or the target they know."
+            )
+        if version is None and self._learns:
+            version = self._publish_untrained()
+        return self.resident_draft(version.id if version else UNTRAINED)
+
+    def _publish_untrained(self) -> DraftVersion:
+        """The first version of a fresh state: the trainer starts from it and traces name it."""
+        assert self.registry is not None and self._untrained is not None
+        weights = self._untrained
+        version = DraftVersion(
+            id=new_version_id(0),
+            route=ROUTE,
+            parent=None,
+            sha256="",
+            target_fingerprint=self.target_fingerprint,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            num_layers=weights.num_layers,
+            vocabulary_size=weights.vocabulary_size,
+            created_at=time.time(),
+        )
+        return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
+
+    def _decoder(self, weights: object, num_slots: int) -> Decoder:
+        return Decoder(
+            self.model_config,
+            weights,  # type: ignore[arg-type]
+            num_slots=num_slots,
+            max_length=self._engine_config.max_model_len,
+            dtype=self.path.dtype,
+            device=self.path.device,
+        )
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write queued traces, end the training process, release the state folder. Safe to call twice."""
+        if self.swap is not None:
+            self.swap.close()
+        if self.capture is not None:
+            self.capture.close()
+        if self.trainer is not None:
+            self.trainer.close()
+        if self._state_lock is not None:
+            self._state_lock.close()
+        self.swap = self.capture = self.trainer = self._state_lock = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or a list of them: a list of messages or of token ids is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (dict, int))):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """System message and first user message: every turn of a conversation has the same."""
+    root = [(message["role"], str(message["content"])) for message in messages if message["role"] == "system"][:1]
+    first_user = next((message for message in messages if message["role"] == "user"), None)
+    return root if first_user is None else [*root, ("user", str(first_user["content"]))]
+
+
+def _within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
+    if config.max_model_len <= max_positions:
+        return config
+    if config.max_model_len != EngineConfig().max_model_len:
+        raise ValueError(f"max_model_len is {config.max_model_len}, but the model's context ends at {max_positions}.")
+    return EngineConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_positions,
+        prefill_token_budget=config.prefill_token_budget,
+    )
+
+
+def _lock(state: Path) -> TextIO:
+    """One process owns a state folder; the lock goes with it."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        file = (state / "lock").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
+    except OSError as error:
+        raise UserError(f"The state folder {state} cannot be used ({error.strerror}); give another with --state.") from error
+    return file
