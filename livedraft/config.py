@@ -44,9 +44,7 @@ class SpeculationConfig:
     """Rows of the draft's trimmed head."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.method in ("draft_model", "none"), f"method must be draft_model or none, got {self.method!r}."
-        )
+        _require(self.method in ("draft_model", "none"), f"method must be draft_model or none, got {self.method!r}.")
         k = self.num_speculative_tokens
         _require(k is None or 0 <= k <= 32, f"num_speculative_tokens must lie in 0..32 or be left out, got {k}.")
         _require(
@@ -62,9 +60,9 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig:
-    loss: Loss = "neg_log_alpha"
+    loss: Loss = "hybrid"
     learning_rate: float = 3e-3
-    traces_per_chunk: int = 8
+    traces_per_chunk: int = 2
     """New requests gathered for one optimiser step (OSD's interval I, paper section 4)."""
     replay_per_new: int = 3
     """Old requests mixed in for each new one."""

@@ -49,9 +49,7 @@ def choose_execution_path(dtype: str = "auto", device: str = "auto") -> Executio
         return ExecutionPath(device=torch.device("cuda"), dtype=dtypes[dtype] or torch.bfloat16, is_prepacked=False)
     has_bf16 = cpu_has_bf16_instructions()
     chosen = dtypes[dtype] or (torch.bfloat16 if has_bf16 else torch.float32)
-    return ExecutionPath(
-        device=torch.device("cpu"), dtype=chosen, is_prepacked=has_bf16 and chosen is torch.bfloat16
-    )
+    return ExecutionPath(device=torch.device("cpu"), dtype=chosen, is_prepacked=has_bf16 and chosen is torch.bfloat16)
 
 
 def use_threads(num_threads: int) -> None:

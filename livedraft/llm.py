@@ -1,8 +1,8 @@
 """LLM: the Python front door, and the one place that wires the rooms together.
 
-    from livedraft import LLM, SamplingParams
-    with LLM("smollm2-135m") as llm:
-        print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
+from livedraft import LLM, SamplingParams
+with LLM("smollm2-135m") as llm:
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
 """
 
 from __future__ import annotations
@@ -219,6 +219,10 @@ class LLM:
             stats=state.stats,
         )
 
+    def contender(self, version: str | None, sampling: SamplingParams) -> Contender:
+        """This engine with a given draft version resident, or plain (None): for comparing speeds on the same weights."""
+        return Contender(self, self.resident_draft(version) if version else None, sampling)
+
     # --- drafts -----------------------------------------------------------------------------------------------------
 
     def resident_draft(self, version_id: str) -> DraftModel:
@@ -230,19 +234,17 @@ class LLM:
         else:
             weights = self._stored_draft(version_id)
         check_against_target(weights, self.model_config, f"Draft {version_id}")
-        decoder = self._decoder(
-            serving_weights(weights, self._weights, self.path), self._engine_config.max_num_seqs
-        )
-        return DraftModel(
-            decoder, weights.draft_to_target_W, version=version_id, keep_logits=self._learns
-        )
+        decoder = self._decoder(serving_weights(weights, self._weights, self.path), self._engine_config.max_num_seqs)
+        return DraftModel(decoder, weights.draft_to_target_W, version=version_id, keep_logits=self._learns)
 
     def _stored_draft(self, version_id: str) -> DraftWeights:
         folder = Path(version_id)
         if (folder / "draft.safetensors").exists():
             return load_draft(folder / "draft.safetensors")
         if self.registry is None or not self.registry.weights_path(version_id).exists():
-            raise UserError(f"There is no draft {version_id!r}: neither a version in the state folder nor a draft's folder.")
+            raise UserError(
+                f"There is no draft {version_id!r}: neither a version in the state folder nor a draft's folder."
+            )
         return load_draft(self.registry.weights_path(version_id))
 
     def _first_draft(self, draft: str) -> DraftModel | None:
@@ -309,6 +311,25 @@ class LLM:
         self.close()
 
 
+class Contender:
+    """Answers one tokenised prompt at a time, nothing stored, and counts its own speculation."""
+
+    def __init__(self, llm: LLM, draft: DraftModel | None, sampling: SamplingParams) -> None:
+        self._llm, self._draft, self._sampling = llm, draft, sampling
+        self._lengths = llm.engine.new_length_policy()
+        self.stats = SpeculationStats()
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """What the cost model chooses at batch 1 after what was seen."""
+        return self._lengths.best(1) if self._draft else 0
+
+    def __call__(self, prompt: list[int]) -> list[int]:
+        engine = self._llm.engine
+        engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
+        return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of them: a list of messages or of token ids is one prompt."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (dict, int))):
@@ -344,5 +365,7 @@ def _lock(state: Path) -> TextIO:
     except BlockingIOError as error:
         raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
     except OSError as error:
-        raise UserError(f"The state folder {state} cannot be used ({error.strerror}); give another with --state.") from error
+        raise UserError(
+            f"The state folder {state} cannot be used ({error.strerror}); give another with --state."
+        ) from error
     return file

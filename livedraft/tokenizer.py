@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from livedraft.gguf_file import read_gguf
 from livedraft.records import UserError
 
 Message = dict[str, Any]
 
 # Pre-tokenizers llama.cpp names in `tokenizer.ggml.pre`. The patterns are part of the models' definitions.
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLIT_PATTERNS = {"llama-bpe": _LLAMA3_PATTERN, "qwen2": _QWEN2_PATTERN}
 _BYTE_LEVEL_WITH_DIGITS = ("smollm",)
@@ -71,19 +70,14 @@ def load_tokenizer(path: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
 
 def _from_gguf(path: Path) -> Any:
     """Build the byte-level BPE tokenizer from the file's own vocabulary, merges and template."""
-    from gguf import GGUFReader
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
     from transformers import PreTrainedTokenizerFast
 
-    try:
-        fields = GGUFReader(path).fields
-        wanted = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-        tokens, merges = wanted["tokenizer.ggml.tokens"], wanted.get("tokenizer.ggml.merges")
-    except Exception as error:  # the reader raises whatever a broken byte leads to
-        raise UserError(f"{path} is damaged or holds no tokenizer; fetch it again.") from error
+    wanted, _ = read_gguf(path)
+    tokens, merges = wanted.get("tokenizer.ggml.tokens"), wanted.get("tokenizer.ggml.merges")
     kind, pre = wanted.get("tokenizer.ggml.model"), wanted.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or merges is None:
+    if kind != "gpt2" or merges is None or tokens is None:
         raise UserError(
             f"{path} has a tokenizer of kind {kind!r}; livedraft builds byte-level BPE ones from GGUF files. "
             "Use the model's Hugging Face folder instead."

@@ -62,7 +62,9 @@ def open_database(state: Path) -> Iterator[sqlite3.Connection]:
         with connection:
             yield connection
     except sqlite3.Error as error:
-        raise UserError(f"The database in {state} failed ({error}); free disk space or give another --state.") from error
+        raise UserError(
+            f"The database in {state} failed ({error}); free disk space or give another --state."
+        ) from error
     finally:
         connection.close()
 
@@ -72,9 +74,7 @@ class Registry:
         self.state = state
         self.drafts_folder = state / "drafts"
 
-    def publish(
-        self, save: Callable[[Path], str], version: DraftVersion, status: str = "candidate"
-    ) -> DraftVersion:
+    def publish(self, save: Callable[[Path], str], version: DraftVersion, status: str = "candidate") -> DraftVersion:
         """Write a version under a temporary name, fsync, rename, then add its row. `save` writes the weights file and
         returns its sha256. A crash leaves either nothing or a whole version."""
         self.drafts_folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,9 @@ class Registry:
             fsync_path(self.drafts_folder)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise UserError(f"A draft version could not be stored in {self.drafts_folder}: {error.strerror}.") from error
+            raise UserError(
+                f"A draft version could not be stored in {self.drafts_folder}: {error.strerror}."
+            ) from error
         with open_database(self.state) as database:
             database.execute(
                 "INSERT INTO versions (id, route, parent, status, created_at, manifest) VALUES (?, ?, ?, ?, ?, ?)",

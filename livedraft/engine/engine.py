@@ -52,11 +52,7 @@ class Engine:
         self.runner = Runner(target)
         self.draft = draft
         self.costs = costs or self.runner.measure_costs(draft)
-        self.lengths = DraftLengthPolicy(
-            self.costs,
-            max_tokens=speculation.max_num_speculative_tokens,
-            fixed=speculation.num_speculative_tokens,
-        )
+        self.lengths = self.new_length_policy()
         self.stats = SpeculationStats()
         self._offer: tuple[DraftModel | None, float | None] | None = None
         self._offer_lock = threading.Lock()
@@ -95,6 +91,13 @@ class Engine:
     def draft_version(self) -> str:
         """The version really served, not the one the registry names."""
         return self.draft.version if self.draft else "none"
+
+    def new_length_policy(self) -> DraftLengthPolicy:
+        return DraftLengthPolicy(
+            self.costs,
+            max_tokens=self.speculation.max_num_speculative_tokens,
+            fixed=self.speculation.num_speculative_tokens,
+        )
 
     def offer_draft(self, draft: DraftModel | None, prior: float | None = None) -> None:
         """From any thread: serve this draft from the next round on. `prior` is its expected acceptance."""

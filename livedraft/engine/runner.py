@@ -16,7 +16,7 @@ from livedraft.models.decoder import Decoder
 from livedraft.records import Proposal
 from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.draft_model import DraftModel
-from livedraft.speculation.proposer import Proposer, ProposalTask
+from livedraft.speculation.proposer import ProposalTask, Proposer
 
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
@@ -25,7 +25,9 @@ class Runner:
     def __init__(self, target: Decoder) -> None:
         self.target = target
 
-    def propose(self, entries: list[RoundEntry], lengths: list[int], proposer: Proposer | None) -> list[Proposal | None]:
+    def propose(
+        self, entries: list[RoundEntry], lengths: list[int], proposer: Proposer | None
+    ) -> list[Proposal | None]:
         """A proposal for each entry that decodes with k >= 1; None for the others."""
         proposals: list[Proposal | None] = [None] * len(entries)
         chosen = [index for index, k in enumerate(lengths) if k > 0]

@@ -60,8 +60,6 @@ class Scheduler:
                 budget -= rows
                 if rows == 0:
                     continue
-            entries.append(
-                RoundEntry(state=state, num_pending_rows=rows, is_decoding=rows == state.num_pending)
-            )
+            entries.append(RoundEntry(state=state, num_pending_rows=rows, is_decoding=rows == state.num_pending))
         entries.sort(key=lambda entry: entry.state.slot)
         return entries

@@ -128,8 +128,6 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-
-
 def _lower_priority(pid: int) -> None:
     """The idle scheduling class where there is one, else the lowest priority: serving always goes first."""
     try:

@@ -65,7 +65,9 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     if family == "llama" and raw.get("attention_bias"):
         raise UserError("This Llama variant has attention_bias, which the native decoder does not read.")
     if raw.get("use_sliding_window"):
-        raise UserError("use_sliding_window is not supported by the native decoder; set it to false or use another model.")
+        raise UserError(
+            "use_sliding_window is not supported by the native decoder; set it to false or use another model."
+        )
     num_heads = raw["num_attention_heads"]
     eos = raw.get("eos_token_id")
     # transformers 5 writes rope_theta and the scaling into one `rope_parameters` table.

@@ -80,7 +80,9 @@ class RotaryTable:
     """cos and signed sin by position, with Llama 3's or linear frequency scaling."""
 
     def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles_TE = torch.outer(torch.arange(num_positions, dtype=torch.float64), rotary_frequencies(config)).repeat(1, 2)
+        angles_TE = torch.outer(torch.arange(num_positions, dtype=torch.float64), rotary_frequencies(config)).repeat(
+            1, 2
+        )
         sin_TE = angles_TE.sin()
         # rotate_half(x) = roll(x, E/2) with the first half negated; the sign is folded into sin.
         sin_TE[:, : config.head_width // 2].neg_()

@@ -61,7 +61,9 @@ def split_into_segments(positions_N: list[int], slots_N: list[int]) -> list[Segm
             segments.append(
                 Segment(slot=slots_N[start], first_row=start, num_rows=row - start, first_position=positions_N[start])
             )
-            assert positions_N[row - 1] - positions_N[start] == row - 1 - start, "positions of a slot must be consecutive"
+            assert positions_N[row - 1] - positions_N[start] == row - 1 - start, (
+                "positions of a slot must be consecutive"
+            )
             start = row
     assert len({segment.slot for segment in segments}) == len(segments), "rows of one slot must be adjacent"
     return segments

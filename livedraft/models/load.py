@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from livedraft.device import ExecutionPath
+from livedraft.gguf_file import read_gguf
 from livedraft.models.config import ModelConfig, config_from_gguf, config_from_hf
 from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear, PackedLinear
 from livedraft.records import UserError
@@ -59,7 +60,9 @@ def load_model(path: Path, dtype: torch.dtype) -> LoadedModel:
         tensors[name] = tensor.to(dtype).contiguous()
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise UserError(f"{path} lacks {len(missing)} tensor(s), the first is {missing[0]}; the download is incomplete.")
+        raise UserError(
+            f"{path} lacks {len(missing)} tensor(s), the first is {missing[0]}; the download is incomplete."
+        )
     return LoadedModel(config=config, tensors=tensors, fingerprint=digest.hexdigest()[:16])
 
 
@@ -168,18 +171,6 @@ _GGUF_LAYER_NAMES = {
 _GGUF_NAMES = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """(metadata, tensor entries) of a GGUF file, or a UserError when it cannot be read."""
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the reader raises whatever a broken byte leads to
-        raise UserError(f"{path} is damaged or no GGUF file; fetch it again (`livedraft pull` checks it).") from error
-    return metadata, list(reader.tensors)
-
-
 def _open_gguf(path: Path) -> tuple[ModelConfig, list[StoredTensor]]:
     metadata, entries = read_gguf(path)
     config = config_from_gguf(metadata, {entry.name for entry in entries})
@@ -203,7 +194,9 @@ def _dequantised(entry: Any, num_interleaved_heads: int) -> torch.Tensor:
     try:
         tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
     except NotImplementedError as error:
-        raise UserError(f"Tensor {entry.name} is stored as {entry.tensor_type.name}, which cannot be read here.") from error
+        raise UserError(
+            f"Tensor {entry.name} is stored as {entry.tensor_type.name}, which cannot be read here."
+        ) from error
     if num_interleaved_heads:
         # llama.cpp interleaves the two rotary halves of the Llama family; ours (and transformers') keeps them apart.
         rows, columns = tensor.shape
@@ -223,7 +216,9 @@ def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
     def linear(*names: str) -> Linear:
         weight = torch.cat([tensors[f"{name}.weight"] for name in names]).to(path.device)
         has_bias = f"{names[0]}.bias" in tensors
-        return make(weight, torch.cat([tensors[f"{name}.bias"] for name in names]).to(path.device) if has_bias else None)
+        return make(
+            weight, torch.cat([tensors[f"{name}.bias"] for name in names]).to(path.device) if has_bias else None
+        )
 
     layers = []
     for index in range(config.num_layers):

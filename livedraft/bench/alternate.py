@@ -1,0 +1,53 @@
+"""Interleaved timing: every contender answers the same prompt before the next prompt comes, in rotating order, so noise
+and drift of a shared machine fall on all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+
+Prompt = TypeVar("Prompt")
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """One contender's answers: seconds and tokens of each (round, prompt), and the last output of each prompt."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    num_tokens: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def tokens_per_second(self) -> float:
+        """Median over rounds of all tokens of the round by all its seconds."""
+        return median(sum(tokens) / sum(seconds) for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True))
+
+
+def alternate(
+    contenders: dict[str, Callable[[Prompt], list[int]]],
+    prompts: Sequence[Prompt],
+    *,
+    num_rounds: int,
+    report: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Timing]:
+    """Time `contenders` (prompt -> output token ids) over all prompts, `num_rounds` times."""
+    names = list(contenders)
+    timings = {name: Timing(outputs=[[] for _ in prompts]) for name in names}
+    for round_number in range(num_rounds):
+        for timing in timings.values():
+            timing.seconds.append([])
+            timing.num_tokens.append([])
+        for index, prompt in enumerate(prompts):
+            first = (round_number + index) % len(names)
+            for name in names[first:] + names[:first]:
+                started = time.perf_counter()
+                output = contenders[name](prompt)
+                timings[name].seconds[-1].append(time.perf_counter() - started)
+                timings[name].num_tokens[-1].append(len(output))
+                timings[name].outputs[index] = output
+            report(f"round {round_number + 1} of {num_rounds}, prompt {index + 1} of {len(prompts)}")
+    return timings

@@ -1,0 +1,269 @@
+"""`livedraft demo`: a stream of requests, a draft that learns from it, and the proof on held-out prompts.
+
+1. Serve the stream in bursts with pauses between them; the training process uses the pauses (it steps aside while
+   requests run). One line a second.
+2. Stop learning. Answer held-out prompts in turn with plain decoding, the untrained and the learned draft.
+3. Print the table and whether the outputs are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from livedraft.bench.alternate import Timing, alternate
+from livedraft.bench.same_output import Sameness, compare_outputs
+from livedraft.cli.demo_stream import plant_shop_prompts, repeated_share
+from livedraft.config import EngineConfig, LearningConfig
+from livedraft.drafts.registry import DATABASE_NAME
+from livedraft.events import Event, Events
+from livedraft.learning.capture import write_secret
+from livedraft.learning.process import read_trainer_status
+from livedraft.learning.store import TraceRow, TraceStore
+from livedraft.llm import LLM, ROUTE, UNTRAINED
+from livedraft.models.pull import MODELS, pull, resolve_model
+from livedraft.records import SamplingParams, UserError
+from livedraft.speculation.stats import SpeculationStats
+
+NUM_HELD_OUT_PROMPTS = 10
+HELD_OUT_MAX_TOKENS = 48
+NUM_ALTERNATIONS = 3
+NUM_FIRST_REQUESTS = 10
+LONGEST_PAUSE_SECONDS = 4.0
+SECONDS_FOR_STREAM = 165.0
+"""The stream's pauses shrink so that serving and learning end within this and the whole demo within five minutes."""
+
+
+def run(
+    *, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool
+) -> None:
+    if model in MODELS:
+        pull(model)
+    with ExitStack() as stack:
+        if state is None:
+            state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="livedraft-demo-")))
+        elif (state / DATABASE_NAME).exists():
+            raise UserError(f"{state} already holds drafts; the demo starts from an untrained one, so give a fresh --state.")
+        # The held-out split follows the seed too: the same requests train.
+        write_secret(state, random.Random(seed).randbytes(32))
+        log = _Log(as_json)
+        events = Events()
+        events.subscribe(log.event)
+        llm = stack.enter_context(
+            LLM(
+                model,
+                state=state,
+                learn=True,
+                engine=EngineConfig(max_num_seqs=8, max_model_len=512),
+                learning=LearningConfig(seed=seed),
+                events=events,
+            )
+        )
+        log.print(f"{llm.path.description}. {num_requests} requests to a plant shop, greedy, max_tokens {max_tokens}.")
+        prompts = plant_shop_prompts(num_requests + NUM_HELD_OUT_PROMPTS, seed)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
+        rows = _wait_until_scored(llm, num_requests, log)
+        learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]
+        llm.close()  # learning ends here; only speed is measured from now on
+        timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
+        result = _result(llm, rows, timings, stats, same, learned_version)
+        result["repeated_8_gram_share"] = round(repeated_share(timings["learned"].outputs, answers), 3)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print_result(result)
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _Log) -> list[list[int]]:
+    """Bursts of one request a slot, a pause after each; returns the answers' tokens."""
+    size = llm.engine.config.max_num_seqs
+    started = time.monotonic()
+    answers: list[list[int]] = []
+    for first in range(0, len(prompts), size):
+        burst = prompts[first : first + size]
+        messages = [[{"role": "user", "content": prompt}] for prompt in burst]
+        states = llm.add([llm.request(message, sampling) for message in messages])
+        llm.run(after_round=lambda: log.tick(llm, len(answers)))
+        answers += [state.output_token_ids for state in states]
+        share_served = len(answers) / len(prompts)
+        is_late = time.monotonic() - started > share_served * SECONDS_FOR_STREAM
+        _pause(llm, 0.5 if is_late else LONGEST_PAUSE_SECONDS, lambda: log.tick(llm, len(answers)))
+    return answers
+
+
+def _pause(llm: LLM, seconds: float, tick: Callable[[], None]) -> None:
+    """No request for a while: the compute a real service leaves idle between its peaks."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        tick()
+        time.sleep(0.1)
+
+
+def _wait_until_scored(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
+    """The trainer scores each request with the version that served it; wait for the last ones."""
+    assert llm.state is not None
+    store = TraceStore(llm.state)
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        rows = store.rows()
+        if len(rows) == num_requests and all(row.alpha is not None for row in rows):
+            break
+        log.tick(llm, num_requests)
+        time.sleep(0.2)
+    return [row for row in store.rows() if row.alpha is not None]
+
+
+class _Log:
+    """One line a second, and one for each event; on standard error, so that --json leaves standard output alone."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._file = sys.stderr if as_json else sys.stdout
+        self._started = time.monotonic()
+        self._last = 0.0
+        self._last_tokens = 0
+        self._last_drafted = (0, 0)
+        self._first_rate: float | None = None
+
+    def print(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
+
+    def event(self, event: Event) -> None:
+        lines = {
+            "draft_swapped": "    draft {previous} -> {version}",
+            "trainer_died": "    the training process died (exit code {exit_code}); serving goes on",
+            "draft_refused": "    draft {version} refused: {reason}",
+            "traces_dropped": "    {num_traces} traces dropped: {reason}",
+            "swap_failed": "    the registry cannot be read: {reason}",
+        }
+        self.print(lines.get(event["event"], "    {event}").format(**event))
+
+    def tick(self, llm: LLM, num_done: int) -> None:
+        now = time.monotonic()
+        if now - self._last < 1.0:
+            return
+        stats = llm.engine.stats
+        seconds = now - (self._last or self._started)
+        speed = (stats.num_emitted_tokens - self._last_tokens) / seconds
+        drafted = stats.num_draft_tokens - self._last_drafted[0]
+        accepted = stats.num_accepted_tokens - self._last_drafted[1]
+        rate = accepted / drafted if drafted else None
+        if self._first_rate is None and stats.num_draft_tokens >= 20:
+            self._first_rate = stats.acceptance_rate
+        self._last, self._last_tokens = now, stats.num_emitted_tokens
+        self._last_drafted = (stats.num_draft_tokens, stats.num_accepted_tokens)
+        assert llm.state is not None
+        alphas = [row.alpha for row in TraceStore(llm.state).rows() if row.alpha is not None]
+        alpha = f"{mean(alphas[:NUM_FIRST_REQUESTS]):.2f} -> {mean(alphas[-20:]):.2f}" if alphas else "-"
+        length = stats.mean_acceptance_length
+        self.print(
+            f"{now - self._started:5.0f} s  requests {num_done:3d}  acceptance rate {_figure(rate)} "
+            f"(start {_figure(self._first_rate)})  alpha {alpha}  {speed:4.0f} tok/s  "
+            f"mean acceptance length {_figure(length)}  draft {llm.engine.draft_version}  "
+            f"trainer: {read_trainer_status(llm.state).get('status', 'starting')}"
+        )
+
+
+def _figure(value: float | None) -> str:
+    return "   -" if value is None else f"{value:.2f}"
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    llm: LLM, prompts: list[str], learned_version: str, model: str, log: _Log
+) -> tuple[dict[str, Timing], dict[str, SpeculationStats], Sameness]:
+    """Plain, untrained and learned draft on the same held-out prompts, batch 1, greedy, in turn."""
+    log.print(f"Learning stopped. {len(prompts)} held-out prompts, {NUM_ALTERNATIONS} alternations, batch 1:")
+    sampling = SamplingParams(max_tokens=HELD_OUT_MAX_TOKENS)
+    token_ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    contenders = {
+        name: llm.contender(version, sampling)
+        for name, version in (("plain", None), ("untrained", UNTRAINED), ("learned", learned_version))
+    }
+    for contender in contenders.values():
+        contender(token_ids[0])
+        contender.stats = SpeculationStats()
+    timings = alternate(contenders, token_ids, num_rounds=NUM_ALTERNATIONS)
+    plain = timings["plain"].outputs
+    same = Sameness()
+    for name in ("untrained", "learned"):
+        same = same + compare_outputs(token_ids, plain, timings[name].outputs, resolve_model(model))
+    return timings, {name: contender.stats for name, contender in contenders.items()}, same
+
+
+def _result(
+    llm: LLM,
+    rows: list[TraceRow],
+    timings: dict[str, Timing],
+    stats: dict[str, SpeculationStats],
+    same: Sameness,
+    learned_version: str,
+) -> dict[str, Any]:
+    assert llm.registry is not None
+    versions = llm.registry.versions(ROUTE)
+    first_version = versions[0]["id"]
+    first = [row.alpha for row in rows[:NUM_FIRST_REQUESTS] if row.draft_version == first_version]
+    last = [row.alpha for row in rows[-max(1, len(rows) // 5) :]]
+    return {
+        "alpha_start": round(mean(first), 4),  # type: ignore[type-var]
+        "alpha_end": round(mean(last), 4),  # type: ignore[type-var]
+        "requests": len(rows),
+        "versions_promoted": sum(row["decision"] is not None and bool(row["decision"]["promote"]) for row in versions),
+        "learned_version": learned_version,
+        **{f"{name}_tokens_per_second": round(timing.tokens_per_second(), 2) for name, timing in timings.items()},
+        "speedup": round(speedup(timings["plain"], timings["learned"]), 3),
+        "same_output": same.num_same,
+        "near_ties": len(same.near_tie_gaps),
+        "near_tie_gaps": same.near_tie_gaps,
+        "compared": same.num_compared,
+        "drafts": {
+            name: {
+                "acceptance_rate": stats[name].acceptance_rate,
+                "mean_acceptance_length": stats[name].mean_acceptance_length,
+            }
+            for name in timings
+        },
+    }
+
+
+def speedup(plain: Timing, other: Timing) -> float:
+    """Median over alternations of the ratio of tokens a second."""
+    return median(b / a for a, b in zip(plain.speeds(), other.speeds(), strict=True))
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "tokens/s", "acceptance rate", "mean acceptance length", title="Held-out prompts, batch 1, greedy")
+    for name, label in (("plain", "plain"), ("untrained", "untrained draft"), ("learned", "learned draft")):
+        draft = result["drafts"][name]
+        table.add_row(
+            label,
+            f"{result[f'{name}_tokens_per_second']:.1f}",
+            _figure(draft["acceptance_rate"]).strip(),
+            _figure(draft["mean_acceptance_length"]).strip(),
+        )
+    console = Console()
+    console.print(table)
+    gaps = f" ({result['near_ties']} parted at a near tie, gaps {result['near_tie_gaps']})" if result["near_ties"] else ""
+    console.print(
+        f"Learned draft: {result['speedup']:.2f} x plain. Alpha {result['alpha_start']:.2f} -> {result['alpha_end']:.2f} "
+        f"over {result['requests']} requests, {result['versions_promoted']} versions promoted.\n"
+        f"Same output: {result['same_output']} of {result['compared']}{gaps}. "
+        f"{result['repeated_8_gram_share']:.0%} of the held-out answers' 8-grams occur in training answers.",
+        highlight=False,
+    )

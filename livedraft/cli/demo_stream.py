@@ -1,0 +1,58 @@
+"""The demo's traffic: questions to a small plant shop, written for this project and filled from templates.
+
+One narrow domain, as a real small service has; no prompt occurs twice.
+"""
+
+from __future__ import annotations
+
+import random
+
+_PLANTS = (
+    "lavender, rosemary, basil, mint, thyme, sage, parsley, monstera, pothos, snake plant, peace lily, orchid, jade plant, "
+    "aloe vera, spider plant, rubber plant, fiddle leaf fig, Boston fern, English ivy, African violet, begonia, geranium, "
+    "hydrangea, rose bush, tulip, daffodil, tomato plant, chili pepper, cucumber, strawberry, blueberry bush, lemon tree, "
+    "olive tree, bonsai, cactus, string of pearls, calathea, philodendron, ZZ plant, dracaena, gardenia, jasmine, fuchsia, "
+    "azalea, camellia, bird of paradise, croton, dieffenbachia, echeveria, hoya, kalanchoe, maidenhair fern, oxalis, "
+    "passion flower, petunia, pilea, poinsettia, prayer plant, staghorn fern, umbrella tree"
+).split(", ")
+_PROBLEMS = (
+    "yellow leaves; brown leaf tips; drooping stems; white powder on the leaves; small flies around the soil; slow growth; "
+    "black spots on the leaves; sticky leaves; soil that shrinks from the pot; soft roots; pale new leaves; dropped buds; "
+    "curled leaves; tiny webs under the leaves; a sour smell from the soil; leaves that fall at night; long thin stems; "
+    "holes in the leaves; a white crust on the soil; wrinkled leaves"
+).split("; ")
+_PLACES = (
+    "next to a north-facing window; on a sunny balcony; in a dark hallway; in a bathroom with a small window; on an office "
+    "desk; in a greenhouse; on a kitchen windowsill; in a bedroom corner; above a radiator; near a drafty door; under a "
+    "skylight; on a shaded terrace"
+).split("; ")
+_WISHES = (
+    "Write a short answer with the likely cause and three steps to take.",
+    "Name the likely cause and give three steps that help.",
+    "Answer briefly: what is the cause, and which three steps should they take?",
+)
+
+
+def plant_shop_prompts(count: int, seed: int) -> list[str]:
+    """`count` different questions, the same for the same seed."""
+    generator = random.Random(seed)
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        prompt = (
+            f"A customer of our plant shop writes: my {generator.choice(_PLANTS)} stands {generator.choice(_PLACES)} "
+            f"and has {generator.choice(_PROBLEMS)}. I water it every {generator.randint(2, 14)} days. "
+            f"{generator.choice(_WISHES)}"
+        )
+        prompts[prompt] = None
+    return list(prompts)
+
+
+def repeated_share(held_out: list[list[int]], training: list[list[int]], length: int = 8) -> float:
+    """Share of the held-out answers' n-grams that also occur in training answers: how much could be learnt by heart."""
+
+    def grams(token_ids: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(token_ids[start : start + length]) for start in range(len(token_ids) - length + 1)]
+
+    known = {gram for answer in training for gram in grams(answer)}
+    asked = [gram for answer in held_out for gram in grams(answer)]
+    return sum(gram in known for gram in asked) / len(asked) if asked else 0.0
