@@ -22,9 +22,32 @@ class Timing:
     num_tokens: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
+    def speeds(self) -> list[float]:
+        """Tokens a second of each round: all its tokens by all its seconds."""
+        return [sum(tokens) / sum(seconds) for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)]
+
     def tokens_per_second(self) -> float:
-        """Median over rounds of all tokens of the round by all its seconds."""
-        return median(sum(tokens) / sum(seconds) for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True))
+        """Median over rounds."""
+        return median(self.speeds())
+
+    def pair_ratios(self, baseline: Timing) -> list[float]:
+        """This contender's tokens a second over the baseline's, for each (round, prompt): alternating pairs."""
+        return [
+            (n / s) / (base_n / base_s)
+            for tokens, seconds, base_tokens, base_seconds in zip(
+                self.num_tokens, self.seconds, baseline.num_tokens, baseline.seconds, strict=True
+            )
+            for n, s, base_n, base_s in zip(tokens, seconds, base_tokens, base_seconds, strict=True)
+        ]
+
+
+def median_with_lower_bound(
+    ratios: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The median and its lower 95 % bound by bootstrap over the pairs."""
+    values = np.asarray(ratios)
+    picks = np.random.default_rng(seed).integers(0, len(values), size=(num_resamples, len(values)))
+    return float(np.median(values)), float(np.quantile(np.median(values[picks], axis=1), 0.05))
 
 
 def alternate(

@@ -23,6 +23,7 @@ from livedraft.bench.alternate import Timing, alternate
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.cli.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.config import EngineConfig, LearningConfig
+from livedraft.device import num_available_cores
 from livedraft.drafts.registry import DATABASE_NAME
 from livedraft.events import Event, Events
 from livedraft.learning.capture import write_secret
@@ -34,12 +35,13 @@ from livedraft.records import SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats
 
 NUM_HELD_OUT_PROMPTS = 10
-HELD_OUT_MAX_TOKENS = 48
+HELD_OUT_MAX_TOKENS = 32
 NUM_ALTERNATIONS = 3
 NUM_FIRST_REQUESTS = 10
-LONGEST_PAUSE_SECONDS = 4.0
-SECONDS_FOR_STREAM = 165.0
-"""The stream's pauses shrink so that serving and learning end within this and the whole demo within five minutes."""
+SHORT_STREAM, SHORT_STREAM_BURST, SHORT_STREAM_INTERVAL = 100, 8, 9.0
+BURST, INTERVAL = 16, 11.5
+"""Requests that arrive together, and seconds from one burst to the next: what is left after serving is spare compute."""
+SHORTEST_PAUSE_SECONDS = 0.5
 
 
 def run(
@@ -62,8 +64,10 @@ def run(
                 model,
                 state=state,
                 learn=True,
-                engine=EngineConfig(max_num_seqs=8, max_model_len=512),
-                learning=LearningConfig(seed=seed),
+                engine=EngineConfig(
+                    max_num_seqs=SHORT_STREAM_BURST if num_requests < SHORT_STREAM else BURST, max_model_len=512
+                ),
+                learning=LearningConfig(seed=seed, num_threads=num_available_cores()),
                 events=events,
             )
         )
@@ -87,19 +91,18 @@ def run(
 
 
 def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _Log) -> list[list[int]]:
-    """Bursts of one request a slot, a pause after each; returns the answers' tokens."""
+    """Bursts at a fixed interval, served together; returns the answers' tokens."""
     size = llm.engine.config.max_num_seqs
+    interval = SHORT_STREAM_INTERVAL if size == SHORT_STREAM_BURST else INTERVAL
     started = time.monotonic()
     answers: list[list[int]] = []
-    for first in range(0, len(prompts), size):
-        burst = prompts[first : first + size]
-        messages = [[{"role": "user", "content": prompt}] for prompt in burst]
+    for number, first in enumerate(range(0, len(prompts), size), start=1):
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + size]]
         states = llm.add([llm.request(message, sampling) for message in messages])
         llm.run(after_round=lambda: log.tick(llm, len(answers)))
         answers += [state.output_token_ids for state in states]
-        share_served = len(answers) / len(prompts)
-        is_late = time.monotonic() - started > share_served * SECONDS_FOR_STREAM
-        _pause(llm, 0.5 if is_late else LONGEST_PAUSE_SECONDS, lambda: log.tick(llm, len(answers)))
+        next_burst = started + number * interval
+        _pause(llm, max(SHORTEST_PAUSE_SECONDS, next_burst - time.monotonic()), lambda: log.tick(llm, len(answers)))
     return answers
 
 

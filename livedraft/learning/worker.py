@@ -6,9 +6,11 @@ standard input closes. Serving never waits for it.
 
 One turn of its loop:
   1. score what is new with the version that served it (prequential: score first, train later);
-  2. while a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
-  3. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times;
-  4. after enough new traces freeze a candidate; test a frozen one when evidence it has not trained on is there.
+  2. test a frozen candidate when evidence it has not trained on is there; freeze one after enough new traces;
+  3. when a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
+  4. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times.
+
+A better version in service is worth more than one more step, so the gate goes before training.
 """
 
 from __future__ import annotations
@@ -104,16 +106,14 @@ class Worker:
     def turn(self) -> bool:
         """One turn; False when there was nothing to do."""
         self._read_new_traces()
-        if self._score_new():
+        if self._score_new() or self._test_candidate():
+            return True
+        if self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate:
+            self._freeze_candidate()
             return True
         if len(self.fresh) >= self.config.traces_per_chunk:
             self._train(self.fresh[: self.config.traces_per_chunk])
             self.fresh = self.fresh[self.config.traces_per_chunk :]
-            return True
-        if self._test_candidate():
-            return True
-        if self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate:
-            self._freeze_candidate()
             return True
         return self._replay()
 

@@ -1,0 +1,151 @@
+"""The layer that matters most: whatever proposes, in whatever batch, across swaps, the output is plain decoding's."""
+
+import pytest
+import torch
+
+from livedraft.config import EngineConfig
+from livedraft.drafts.weights import DraftWeights
+from tests.tiny import (
+    PROMPTS,
+    VOCABULARY_SIZE,
+    decoder,
+    draft_model,
+    engine,
+    perturbed_draft,
+    random_model,
+    request,
+    serve,
+)
+
+MODEL = random_model()
+NOISES = {"perfect": 0.0, "good": 0.04, "poor": 0.3}
+SAMPLING = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 17},
+    "seeded top_p": {"temperature": 1.2, "seed": 3, "top_p": 0.8, "top_k": 20},
+}
+
+
+def plain(prompts, **sampling):
+    return serve(engine(decoder(MODEL), None), [request(p, i, **sampling) for i, p in enumerate(prompts)])
+
+
+def with_draft(weights, **options):
+    target = decoder(MODEL)
+    return engine(target, draft_model(weights, target), **options)
+
+
+def trimmed(weights: DraftWeights, step: int) -> DraftWeights:
+    rows = torch.arange(0, VOCABULARY_SIZE, step)
+    return DraftWeights(
+        tensors={**weights.tensors, "head": weights.tensors["head"][rows]},
+        draft_to_target_W=weights.draft_to_target_W[rows],
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("k", [1, 3, 5, None])
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_equals_plain_decoding_token_for_token(mode, noise, k, batch):
+    prompts = PROMPTS[:batch]
+    served = with_draft(perturbed_draft(MODEL, noise=NOISES[noise]), k=k)
+    outputs = serve(served, [request(p, i, **SAMPLING[mode]) for i, p in enumerate(prompts)])
+    assert outputs == plain(prompts, **SAMPLING[mode])
+    assert served.stats.num_draft_tokens > 0
+    if noise == "perfect" and mode == "greedy":
+        assert served.stats.acceptance_rate > 0.95
+
+
+def test_the_drafts_above_are_neither_always_right_nor_always_wrong():
+    """Guards the test above: equality would be cheap if every proposal were rejected."""
+    rates = {}
+    for name, noise in NOISES.items():
+        served = with_draft(perturbed_draft(MODEL, noise=noise))
+        serve(served, [request(p, i) for i, p in enumerate(PROMPTS)])
+        rates[name] = served.stats.acceptance_rate
+    assert rates["perfect"] > rates["good"] > rates["poor"]
+    assert 0.2 < rates["good"] < 0.95
+
+
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_trimmed_vocabulary_changes_nothing(mode):
+    served = with_draft(trimmed(perturbed_draft(MODEL, noise=0.1), step=2))
+    outputs = serve(served, [request(p, i, **SAMPLING[mode]) for i, p in enumerate(PROMPTS)])
+    assert outputs == plain(PROMPTS, **SAMPLING[mode])
+    assert 0 < served.stats.num_accepted_tokens < served.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("mode", SAMPLING)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_swap_in_the_middle_of_a_generation_changes_nothing(mode, batch):
+    """good -> poor -> none -> perfect, every three rounds, with requests running all the while."""
+    target = decoder(MODEL)
+    drafts = [draft_model(perturbed_draft(MODEL, noise=n), target, version=str(n)) for n in (0.1, 0.6, 0.0)]
+    served = engine(target, drafts[0])
+    states = [served.add_request(request(p, i, **SAMPLING[mode])) for i, p in enumerate(PROMPTS[:batch])]
+    offers = [drafts[1], None, drafts[2]]
+    versions, rounds = [], 0
+    while served.has_work:
+        rounds += 1
+        if rounds % 3 == 0 and offers:
+            served.offer_draft(offers.pop(0))
+        served.step()
+        versions.append(served.draft_version)
+    assert [state.output_token_ids for state in states] == plain(PROMPTS[:batch], **SAMPLING[mode])
+    assert {"0.1", "0.6", "none"} <= set(versions)
+
+
+def test_requests_that_join_and_leave_change_nothing():
+    """Seven requests over two slots, chunked prefill of three tokens a round."""
+    prompts = [PROMPTS[i % 4] + [i] for i in range(7)]
+    lengths = [3, 20, 1, 9, 14, 2, 6]
+    target = decoder(MODEL, num_slots=2)
+    config = EngineConfig(max_num_seqs=2, max_model_len=target.cache.max_length, prefill_token_budget=3)
+    served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.1), target), config=config)
+    outputs = serve(served, [request(p, i, max_tokens=n) for i, (p, n) in enumerate(zip(prompts, lengths))])
+    alone = [plain([p], max_tokens=n)[0] for p, n in zip(prompts, lengths)]
+    assert outputs == alone
+
+
+def test_mixed_greedy_seeded_and_unseeded_batch():
+    target = decoder(MODEL)
+    served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.1), target))
+    modes = [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0}, {"temperature": 0.5, "seed": 6}]
+    outputs = serve(served, [request(p, i, **m) for i, (p, m) in enumerate(zip(PROMPTS, modes))])
+    for index in (0, 1, 3):
+        assert outputs[index] == plain([PROMPTS[index]], **modes[index])[0]
+
+
+@pytest.mark.parametrize("weights", ["full", "trimmed"])
+def test_unseeded_sampling_equals_the_target_in_distribution(weights):
+    """Two-token outputs of 6,000 unseeded requests, against the exact joint law computed from the target's logits."""
+    num_requests, temperature = 6000, 0.7
+    draft = perturbed_draft(MODEL, noise=0.2)
+    draft = trimmed(draft, step=3) if weights == "trimmed" else draft
+    target = decoder(MODEL, num_slots=32)
+    served = engine(target, draft_model(draft, target), k=2)
+    prompt = [5, 9]
+    # max_tokens 2 leaves k = 1, so the first token is accepted or recovered and the second a bonus or a later round's.
+    outputs = serve(
+        served, [request(prompt, i, temperature=temperature, max_tokens=2) for i in range(num_requests)]
+    )
+    assert 0.1 < served.stats.acceptance_rate < 0.98
+    reference = decoder(MODEL)
+    first = reference.forward(prompt, [0, 1], [0, 0], [1]).logits_RV[0].div(temperature).softmax(-1).double()
+    joint = {}
+    for token in range(VOCABULARY_SIZE):
+        logits = reference.forward([token], [2], [0], [0]).logits_RV[0]
+        second = logits.div(temperature).softmax(-1).double()
+        joint.update({(token, other): (first[token] * second[other]).item() for other in range(VOCABULARY_SIZE)})
+    counts: dict[tuple[int, int], int] = {}
+    for output in outputs:
+        counts[tuple(output)] = counts.get(tuple(output), 0) + 1
+    common = {pair: p for pair, p in joint.items() if p * num_requests > 8}
+    rest = 1 - sum(common.values())
+    statistic = sum((counts.get(pair, 0) - p * num_requests) ** 2 / (p * num_requests) for pair, p in common.items())
+    num_rest = num_requests - sum(counts.get(pair, 0) for pair in common)
+    statistic += (num_rest - rest * num_requests) ** 2 / (rest * num_requests)
+    degrees = len(common)
+    assert degrees > 10
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5, (statistic, degrees)

@@ -1,0 +1,86 @@
+import random
+
+import pytest
+
+from livedraft.speculation.draft_length import (
+    PROBE_INTERVAL,
+    CostModel,
+    DraftLengthPolicy,
+    expected_tokens,
+)
+from livedraft.speculation.stats import SpeculationStats
+
+
+def costs(c=0.05, slope=0.0):
+    return CostModel(
+        target_seconds_by_rows={rows: 1.0 + slope * (rows - 1) for rows in (1, 4, 9, 64)}, draft_step_seconds=c
+    )
+
+
+@pytest.mark.parametrize(
+    ("alpha", "k", "tokens"),
+    [(0.6, 3, 2.18), (0.8, 3, 2.95), (0.5, 5, 1.97), (0.7, 5, 2.94), (0.9, 5, 4.69), (0.8, 8, 4.33)],
+)
+def test_expected_tokens_is_the_closed_form(alpha, k, tokens):
+    assert expected_tokens([alpha] * k, k) == pytest.approx(tokens, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("slope", "c", "alpha", "best"),
+    [(0, 0.05, 0.5, 3), (0, 0.1, 0.7, 4), (0.1, 0.05, 0.6, 2), (0.25, 0.1, 0.8, 3), (0.5, 0.1, 0.6, 0), (0, 0.2, 0.7, 3)],
+)
+def test_best_length_is_the_tables(slope, c, alpha, best):
+    """Against an independent table of best lengths by acceptance and cost (Leviathan's formula with verify cost)."""
+    policy = DraftLengthPolicy(costs(c, slope), max_tokens=13, prior=alpha)
+    assert policy.best(1) == best
+
+
+def test_batch_makes_long_drafts_dear():
+    policy = DraftLengthPolicy(costs(0.02, 0.05), max_tokens=8, prior=0.6)
+    assert policy.best(1) > policy.best(8)
+
+
+def test_learns_from_verdicts_and_positions_after_a_rejection_say_nothing():
+    policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.5)
+    generator = random.Random(0)
+    for _ in range(2000):
+        num_accepted = 0
+        while num_accepted < 4 and generator.random() < (0.8, 0.6, 0.4, 0.2)[num_accepted]:
+            num_accepted += 1
+        policy.record(4, num_accepted)
+    assert policy.acceptance_by_position == pytest.approx([0.8, 0.6, 0.4, 0.2], abs=0.08)
+
+
+def test_zero_is_chosen_probed_and_left_again():
+    policy = DraftLengthPolicy(costs(c=0.3), max_tokens=4, prior=0.01)
+    chosen = [policy.choose(1) for _ in range(3 * PROBE_INTERVAL)]
+    assert sorted(set(chosen)) == [0, 2]
+    assert chosen.count(2) == 3
+    policy.set_prior(0.7)  # a better version came into service
+    assert policy.choose(1) > 0
+
+
+def test_fixed_length_is_kept():
+    policy = DraftLengthPolicy(costs(c=9.0), max_tokens=8, fixed=5, prior=0.0)
+    assert [policy.choose(1) for _ in range(3)] == [5, 5, 5]
+
+
+def test_cost_curve_is_interpolated_and_never_falls_below_one_row():
+    model = CostModel(target_seconds_by_rows={1: 1.0, 5: 1.4, 9: 0.9}, draft_step_seconds=0.1)
+    assert model.target_seconds(3) == pytest.approx(1.2)
+    assert model.target_seconds(9) == 1.0
+    assert model.draft_cost == pytest.approx(0.1)
+    assert model.verify_cost(5) == pytest.approx(1.4)
+
+
+def test_stats_are_the_designs_words():
+    stats = SpeculationStats()
+    assert stats.acceptance_rate is None
+    assert stats.mean_acceptance_length is None
+    stats.record(num_drafted=3, num_accepted=2, num_emitted=3)
+    stats.record(num_drafted=2, num_accepted=0, num_emitted=1)
+    stats.record(num_drafted=0, num_accepted=0, num_emitted=1)
+    assert stats.acceptance_rate == 2 / 5
+    assert stats.mean_acceptance_length == 1 + 2 / 2
+    assert stats.block_efficiency == 5 / 3
+    assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
