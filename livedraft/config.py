@@ -68,7 +68,7 @@ class LearningConfig:
     """Old requests mixed in for each new one."""
     max_passes: int = 4
     """At most this many copies of one prompt ever train."""
-    traces_per_candidate: int = 8
+    traces_per_candidate: int = 12
     """New requests between two candidates offered to the gate."""
     num_threads: int = 1
     micro_batch_tokens: int = 512

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+import torch
+
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
 from livedraft.drafts.registry import Registry, new_version_id
@@ -37,7 +39,7 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.store import TraceStore
 from livedraft.models.decoder import Decoder
-from livedraft.models.load import build_weights, load_model
+from livedraft.models.open import OpenModel, open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, Request, SamplingParams, UserError
 from livedraft.speculation.draft_model import DraftModel
@@ -64,9 +66,12 @@ class LLM:
     """A target, its draft and, with `learn`, the training process.
 
     model: a pulled name, a Hugging Face folder or a GGUF file. draft: "auto" (the version in service in `state`, else an
-    untrained one), "none" (plain decoding), "untrained", a version id, or a folder with draft.safetensors. state: the folder
-    of drafts and traces; without one nothing is kept. learn: train on what is served (needs `state`).
-    Raises UserError or ValueError with one sentence when something does not fit.
+    untrained one), "none" (plain decoding), "untrained", a version id, a folder with draft.safetensors, or a whole small model
+    with the target's tokenizer. state: the folder of drafts and traces; without one nothing is kept. learn: train on what is
+    served (needs `state`). Raises UserError or ValueError with one sentence when something does not fit.
+
+    Drafts made of the target's own layers, and so learning, need a target the native decoder reads; others decode plainly
+    or with a whole small model.
     """
 
     def __init__(
@@ -95,30 +100,19 @@ class LLM:
         use_threads(num_threads or num_available_cores())
         self.path: ExecutionPath = choose_execution_path(dtype, device)
         model_path = resolve_model(model)
-        loaded = load_model(model_path, self.path.dtype)
-        self.model_config, self.target_fingerprint = loaded.config, loaded.fingerprint
-        self.tokenizer: Tokenizer = load_tokenizer(model_path, loaded.config.eos_token_ids)
-        if self.tokenizer.num_tokens > loaded.config.vocabulary_size:
-            raise UserError(
-                f"The tokenizer in {model_path} has {self.tokenizer.num_tokens} tokens and the model "
-                f"{loaded.config.vocabulary_size}; they do not belong together."
-            )
-        self._engine_config = _within_model(engine or EngineConfig(), loaded.config.max_positions)
+        opened = open_model(model_path, self.path)
+        self.target_fingerprint = opened.fingerprint
+        self.tokenizer = _tokenizer_of(model_path, opened)
+        self._engine_config = _within_model(engine or EngineConfig(), opened.max_positions)
         self._state_lock: TextIO | None = None
         self.state = None if state is None else Path(state)
         if self.state is not None:
             self._state_lock = _lock(self.state)
         self.registry = None if self.state is None else Registry(self.state)
-        self._weights = build_weights(loaded, self.path)
-        self._target = self._decoder(self._weights, self._engine_config.max_num_seqs)
-        self._untrained: DraftWeights | None = None
-        if self._speculation.method != "none" and draft != "none":
-            self._untrained = draft_from_target(
-                loaded,
-                num_layers=self._speculation.num_draft_layers,
-                token_ids=lowest_token_ids(loaded.config.vocabulary_size, self._speculation.draft_vocabulary_size),
-            )
-        del loaded
+        self._target = opened.runtime(
+            self.path, num_slots=self._engine_config.max_num_seqs, max_length=self._engine_config.max_model_len
+        )
+        self._untrained = self._make_untrained(opened, draft)
         resident = self._first_draft(draft)
         self._secret = load_secret(self.state) if self.state is not None else os.urandom(32)
         self.capture = Capture(TraceStore(self.state), self.events) if self._learns and self.state else None
@@ -226,16 +220,45 @@ class LLM:
     # --- drafts -----------------------------------------------------------------------------------------------------
 
     def resident_draft(self, version_id: str) -> DraftModel:
-        """A version (or "untrained") loaded and laid out for serving, with its own empty cache."""
+        """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
+        if (Path(version_id) / "config.json").exists() or version_id.endswith(".gguf"):
+            return self._whole_model_draft(Path(version_id))
+        if not isinstance(self._target, Decoder):
+            raise UserError(
+                "Drafts of the target's own layers need a target the native decoder reads; give draft='none' or the folder "
+                "of a small model with the same tokenizer."
+            )
         if version_id == UNTRAINED:
             if self._untrained is None:
                 raise UserError("This LLM was made without a draft; leave out draft='none'.")
             weights = self._untrained
         else:
             weights = self._stored_draft(version_id)
-        check_against_target(weights, self.model_config, f"Draft {version_id}")
-        decoder = self._decoder(serving_weights(weights, self._weights, self.path), self._engine_config.max_num_seqs)
+        check_against_target(weights, self._target.config, f"Draft {version_id}")
+        decoder = Decoder(
+            self._target.config,
+            serving_weights(weights, self._target.weights, self.path),
+            num_slots=self._target.num_slots,
+            max_length=self._target.max_length,
+            dtype=self.path.dtype,
+            device=self.path.device,
+        )
         return DraftModel(decoder, weights.draft_to_target_W, version=version_id, keep_logits=self._learns)
+
+    def _whole_model_draft(self, path: Path) -> DraftModel:
+        """A small model of its own as the draft; its tokenizer must be the target's."""
+        opened = open_model(path, self.path)
+        if _tokenizer_of(path, opened).fingerprint != self.tokenizer.fingerprint:
+            raise UserError(f"The tokenizer of {path} is not the target's; a draft must share the target's vocabulary.")
+        if opened.max_positions < self._target.max_length:
+            raise UserError(
+                f"The draft {path} reads {opened.max_positions} positions and max_model_len is {self._target.max_length}; "
+                "lower max_model_len."
+            )
+        runtime = opened.runtime(self.path, num_slots=self._target.num_slots, max_length=self._target.max_length)
+        # Models of one family may pad their vocabularies differently; only tokens both have are proposed.
+        shared = torch.arange(min(opened.vocabulary_size, self._target.vocabulary_size))
+        return DraftModel(runtime, shared, version=str(path), keep_logits=self._learns)
 
     def _stored_draft(self, version_id: str) -> DraftWeights:
         folder = Path(version_id)
@@ -247,11 +270,26 @@ class LLM:
             )
         return load_draft(self.registry.weights_path(version_id))
 
+    def _make_untrained(self, opened: OpenModel, draft: str) -> DraftWeights | None:
+        """While the target's plain tensors are still at hand."""
+        if self._speculation.method == "none" or draft == "none" or opened.native is None:
+            return None
+        size = self._speculation.draft_vocabulary_size
+        return draft_from_target(
+            opened.native,
+            num_layers=self._speculation.num_draft_layers,
+            token_ids=lowest_token_ids(opened.vocabulary_size, size),
+        )
+
     def _first_draft(self, draft: str) -> DraftModel | None:
-        if self._untrained is None:
+        if self._speculation.method == "none" or draft == "none":
             return None
         if draft != "auto":
             return self.resident_draft(draft)
+        if self._untrained is None:
+            if self._learns:
+                raise UserError("learn needs a target the native decoder reads: Llama, Qwen2 or Qwen3.")
+            return None  # a target of another family decodes plainly
         version = self.registry.in_service(ROUTE) if self.registry else None
         if version is not None and version.target_fingerprint != self.target_fingerprint:
             raise UserError(
@@ -278,22 +316,13 @@ class LLM:
         )
         return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
 
-    def _decoder(self, weights: object, num_slots: int) -> Decoder:
-        return Decoder(
-            self.model_config,
-            weights,  # type: ignore[arg-type]
-            num_slots=num_slots,
-            max_length=self._engine_config.max_model_len,
-            dtype=self.path.dtype,
-            device=self.path.device,
-        )
-
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write queued traces, end the training process, release the state folder. Safe to call twice."""
         if self.swap is not None:
             self.swap.close()
+            self.engine.withdraw_offer()
         if self.capture is not None:
             self.capture.close()
         if self.trainer is not None:
@@ -342,6 +371,16 @@ def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
     root = [(message["role"], str(message["content"])) for message in messages if message["role"] == "system"][:1]
     first_user = next((message for message in messages if message["role"] == "user"), None)
     return root if first_user is None else [*root, ("user", str(first_user["content"]))]
+
+
+def _tokenizer_of(model_path: Path, opened: OpenModel) -> Tokenizer:
+    tokenizer = load_tokenizer(model_path, opened.eos_token_ids)
+    if tokenizer.num_tokens > opened.vocabulary_size:
+        raise UserError(
+            f"The tokenizer in {model_path} has {tokenizer.num_tokens} tokens and the model {opened.vocabulary_size}; "
+            "they do not belong together."
+        )
+    return tokenizer
 
 
 def _within_model(config: EngineConfig, max_positions: int) -> EngineConfig:

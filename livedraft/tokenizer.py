@@ -14,7 +14,10 @@ from livedraft.records import UserError
 Message = dict[str, Any]
 
 # Pre-tokenizers llama.cpp names in `tokenizer.ggml.pre`. The patterns are part of the models' definitions.
-_LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLIT_PATTERNS = {"llama-bpe": _LLAMA3_PATTERN, "qwen2": _QWEN2_PATTERN}
 _BYTE_LEVEL_WITH_DIGITS = ("smollm",)

@@ -22,9 +22,7 @@ def test_filters_keep_what_they_should():
 
 
 def test_temperature_scales_and_a_tiny_one_does_not_overflow():
-    assert torch.allclose(
-        logits_to_probs(LOGITS, SamplingParams(temperature=2.0)), (LOGITS / 2).softmax(-1), atol=1e-6
-    )
+    assert torch.allclose(logits_to_probs(LOGITS, SamplingParams(temperature=2.0)), (LOGITS / 2).softmax(-1), atol=1e-6)
     assert logits_to_probs(1e4 * LOGITS, SamplingParams(temperature=1e-6)).tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 

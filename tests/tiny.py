@@ -76,7 +76,9 @@ def decoder(model: LoadedModel, *, num_slots: int = 4, max_length: int = 128) ->
     )
 
 
-def perturbed_draft(model: LoadedModel, *, noise: float, num_tokens: int = VOCABULARY_SIZE, seed: int = 1) -> DraftWeights:
+def perturbed_draft(
+    model: LoadedModel, *, noise: float, num_tokens: int = VOCABULARY_SIZE, seed: int = 1
+) -> DraftWeights:
     """All layers of the target with some noise, over the lowest `num_tokens` ids: a draft that is sometimes right."""
     draft = draft_from_target(model, num_layers=model.config.num_layers, token_ids=list(range(num_tokens)))
     generator = torch.Generator().manual_seed(seed)
@@ -92,8 +94,8 @@ def draft_model(
         Decoder(
             target.config,
             serving_weights(weights, target.weights, FLOAT32),
-            num_slots=target.cache.num_slots,
-            max_length=target.cache.max_length,
+            num_slots=target.num_slots,
+            max_length=target.max_length,
             dtype=torch.float32,
             device=torch.device("cpu"),
         ),
@@ -104,7 +106,7 @@ def draft_model(
 
 
 def engine(target: Decoder, draft: DraftModel | None, *, k: int | None = 3, **options: object) -> Engine:
-    config = options.pop("config", EngineConfig(max_num_seqs=target.cache.num_slots, max_model_len=target.cache.max_length))
+    config = options.pop("config", EngineConfig(max_num_seqs=target.num_slots, max_model_len=target.max_length))
     defaults: dict[str, object] = {"events": Events(), "eos_token_ids": (), "costs": COSTS}
     return Engine(
         target,
@@ -117,7 +119,9 @@ def engine(target: Decoder, draft: DraftModel | None, *, k: int | None = 3, **op
 
 def request(token_ids: list[int], number: int = 0, **sampling: object) -> Request:
     return Request(
-        id=f"r{number}", prompt_token_ids=tuple(token_ids), sampling=SamplingParams(**{"max_tokens": 24, **sampling})  # type: ignore[arg-type]
+        id=f"r{number}",
+        prompt_token_ids=tuple(token_ids),
+        sampling=SamplingParams(**{"max_tokens": 24, **sampling}),  # type: ignore[arg-type]
     )
 
 

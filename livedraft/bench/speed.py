@@ -90,9 +90,7 @@ def transformers_generate(llm: LLM, model: str, max_tokens: int) -> Callable[[li
     return answer
 
 
-def _result(
-    llm: LLM, version: str | None, speculative: Contender | None, timings: dict[str, Timing]
-) -> dict[str, Any]:
+def _result(llm: LLM, version: str | None, speculative: Contender | None, timings: dict[str, Timing]) -> dict[str, Any]:
     costs = llm.engine.costs
     over_transformers, over_transformers_bound = median_with_lower_bound(
         timings["plain"].pair_ratios(timings["transformers"])

@@ -13,7 +13,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
@@ -35,25 +34,25 @@ from livedraft.records import SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats
 
 NUM_HELD_OUT_PROMPTS = 10
-HELD_OUT_MAX_TOKENS = 32
+HELD_OUT_MAX_TOKENS = 40
 NUM_ALTERNATIONS = 3
 NUM_FIRST_REQUESTS = 10
 SHORT_STREAM, SHORT_STREAM_BURST, SHORT_STREAM_INTERVAL = 100, 8, 9.0
-BURST, INTERVAL = 16, 11.5
+BURST, INTERVAL = 16, 11.0
 """Requests that arrive together, and seconds from one burst to the next: what is left after serving is spare compute."""
 SHORTEST_PAUSE_SECONDS = 0.5
 
 
-def run(
-    *, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool
-) -> None:
+def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool) -> None:
     if model in MODELS:
         pull(model)
     with ExitStack() as stack:
         if state is None:
             state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="livedraft-demo-")))
         elif (state / DATABASE_NAME).exists():
-            raise UserError(f"{state} already holds drafts; the demo starts from an untrained one, so give a fresh --state.")
+            raise UserError(
+                f"{state} already holds drafts; the demo starts from an untrained one, so give a fresh --state."
+            )
         # The held-out split follows the seed too: the same requests train.
         write_secret(state, random.Random(seed).randbytes(32))
         log = _Log(as_json)
@@ -99,19 +98,15 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
     for number, first in enumerate(range(0, len(prompts), size), start=1):
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + size]]
         states = llm.add([llm.request(message, sampling) for message in messages])
-        llm.run(after_round=lambda: log.tick(llm, len(answers)))
+        num_done = len(answers)
+        llm.run(after_round=lambda num_done=num_done: log.tick(llm, num_done))
         answers += [state.output_token_ids for state in states]
         next_burst = started + number * interval
-        _pause(llm, max(SHORTEST_PAUSE_SECONDS, next_burst - time.monotonic()), lambda: log.tick(llm, len(answers)))
+        pause_end = max(next_burst, time.monotonic() + SHORTEST_PAUSE_SECONDS)
+        while time.monotonic() < pause_end:  # no request: the compute a real service leaves idle between its peaks
+            log.tick(llm, len(answers))
+            time.sleep(0.1)
     return answers
-
-
-def _pause(llm: LLM, seconds: float, tick: Callable[[], None]) -> None:
-    """No request for a while: the compute a real service leaves idle between its peaks."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        tick()
-        time.sleep(0.1)
 
 
 def _wait_until_scored(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
@@ -251,7 +246,9 @@ def _print_result(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "tokens/s", "acceptance rate", "mean acceptance length", title="Held-out prompts, batch 1, greedy")
+    table = Table(
+        "", "tokens/s", "acceptance rate", "mean acceptance length", title="Held-out prompts, batch 1, greedy"
+    )
     for name, label in (("plain", "plain"), ("untrained", "untrained draft"), ("learned", "learned draft")):
         draft = result["drafts"][name]
         table.add_row(
@@ -262,7 +259,9 @@ def _print_result(result: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
-    gaps = f" ({result['near_ties']} parted at a near tie, gaps {result['near_tie_gaps']})" if result["near_ties"] else ""
+    gaps = (
+        f" ({result['near_ties']} parted at a near tie, gaps {result['near_tie_gaps']})" if result["near_ties"] else ""
+    )
     console.print(
         f"Learned draft: {result['speedup']:.2f} x plain. Alpha {result['alpha_start']:.2f} -> {result['alpha_end']:.2f} "
         f"over {result['requests']} requests, {result['versions_promoted']} versions promoted.\n"

@@ -7,42 +7,56 @@ from __future__ import annotations
 
 import random
 
-_PLANTS = (
-    "lavender, rosemary, basil, mint, thyme, sage, parsley, monstera, pothos, snake plant, peace lily, orchid, jade plant, "
-    "aloe vera, spider plant, rubber plant, fiddle leaf fig, Boston fern, English ivy, African violet, begonia, geranium, "
-    "hydrangea, rose bush, tulip, daffodil, tomato plant, chili pepper, cucumber, strawberry, blueberry bush, lemon tree, "
-    "olive tree, bonsai, cactus, string of pearls, calathea, philodendron, ZZ plant, dracaena, gardenia, jasmine, fuchsia, "
-    "azalea, camellia, bird of paradise, croton, dieffenbachia, echeveria, hoya, kalanchoe, maidenhair fern, oxalis, "
-    "passion flower, petunia, pilea, poinsettia, prayer plant, staghorn fern, umbrella tree"
-).split(", ")
-_PROBLEMS = (
-    "yellow leaves; brown leaf tips; drooping stems; white powder on the leaves; small flies around the soil; slow growth; "
-    "black spots on the leaves; sticky leaves; soil that shrinks from the pot; soft roots; pale new leaves; dropped buds; "
-    "curled leaves; tiny webs under the leaves; a sour smell from the soil; leaves that fall at night; long thin stems; "
-    "holes in the leaves; a white crust on the soil; wrinkled leaves"
-).split("; ")
-_PLACES = (
-    "next to a north-facing window; on a sunny balcony; in a dark hallway; in a bathroom with a small window; on an office "
-    "desk; in a greenhouse; on a kitchen windowsill; in a bedroom corner; above a radiator; near a drafty door; under a "
-    "skylight; on a shaded terrace"
-).split("; ")
+_PLANTS = """
+lavender, rosemary, basil, mint, thyme, sage, parsley, monstera, pothos, snake plant, peace lily, orchid, jade plant,
+aloe vera, spider plant, rubber plant, fiddle leaf fig, Boston fern, English ivy, African violet, begonia, geranium,
+hydrangea, rose bush, tulip, daffodil, tomato plant, chili pepper, cucumber, strawberry, blueberry bush, lemon tree,
+olive tree, bonsai, cactus, string of pearls, calathea, philodendron, ZZ plant, dracaena, gardenia, jasmine, fuchsia,
+azalea, camellia, bird of paradise, croton, dieffenbachia, echeveria, hoya, kalanchoe, maidenhair fern, oxalis,
+passion flower, petunia, pilea, poinsettia, prayer plant, staghorn fern, umbrella tree
+"""
+_PROBLEMS = """
+yellow leaves, brown leaf tips, drooping stems, white powder on the leaves, small flies around the soil, slow growth,
+black spots on the leaves, sticky leaves, soil that shrinks from the pot, soft roots, pale new leaves, dropped buds,
+curled leaves, tiny webs under the leaves, a sour smell from the soil, leaves that fall at night, long thin stems,
+holes in the leaves, a white crust on the soil, wrinkled leaves
+"""
+_PLACES = """
+next to a north-facing window, on a sunny balcony, in a dark hallway, in a bathroom with a small window, on an office desk,
+in a greenhouse, on a kitchen windowsill, in a bedroom corner, above a radiator, near a drafty door, under a skylight,
+on a shaded terrace
+"""
+_GIVERS = "mother, brother, neighbour, friend, grandmother, colleague, daughter, teacher"
+_SITUATIONS = (
+    "My {plant} stands {place} and has {problem}. I water it every {days} days.",
+    "I moved my {plant} two weeks ago; now it stands {place} and shows {problem}.",
+    "We bought a {plant} for our home, it stands {place}. Since then I see {problem}.",
+    "The {plant} that my {giver} gave me has {problem}. It stands {place} and gets water every {days} days.",
+)
 _WISHES = (
     "Write a short answer with the likely cause and three steps to take.",
     "Name the likely cause and give three steps that help.",
-    "Answer briefly: what is the cause, and which three steps should they take?",
+    "Explain in plain words what is going on with this plant.",
+    "Tell the customer what to do this week and what to do next month.",
 )
 
 
 def plant_shop_prompts(count: int, seed: int) -> list[str]:
     """`count` different questions, the same for the same seed."""
+    plants, problems, places, givers = (
+        [name.strip() for name in names.split(",")] for names in (_PLANTS, _PROBLEMS, _PLACES, _GIVERS)
+    )
     generator = random.Random(seed)
     prompts: dict[str, None] = {}
     while len(prompts) < count:
-        prompt = (
-            f"A customer of our plant shop writes: my {generator.choice(_PLANTS)} stands {generator.choice(_PLACES)} "
-            f"and has {generator.choice(_PROBLEMS)}. I water it every {generator.randint(2, 14)} days. "
-            f"{generator.choice(_WISHES)}"
+        situation = generator.choice(_SITUATIONS).format(
+            plant=generator.choice(plants),
+            place=generator.choice(places),
+            problem=generator.choice(problems),
+            days=generator.randint(2, 14),
+            giver=generator.choice(givers),
         )
+        prompt = f"A customer of our plant shop writes: {situation} {generator.choice(_WISHES)}"
         prompts[prompt] = None
     return list(prompts)
 

@@ -18,7 +18,7 @@ from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
 from livedraft.engine.tracing import TraceBuilder
 from livedraft.events import Events
-from livedraft.models.decoder import Decoder
+from livedraft.models.step import ModelStep
 from livedraft.records import Proposal, Request, Trace, Verdict
 from livedraft.speculation.draft_length import CostModel, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
@@ -31,7 +31,7 @@ TraceSink = Callable[[Trace], None]
 class Engine:
     def __init__(
         self,
-        target: Decoder,
+        target: ModelStep,
         draft: DraftModel | None,
         *,
         config: EngineConfig,
@@ -79,7 +79,7 @@ class Engine:
                 f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they pass the limit of "
                 f"{self.config.max_model_len}. Shorten the prompt or lower max_tokens."
             )
-        vocabulary_size = self.runner.target.config.vocabulary_size
+        vocabulary_size = self.runner.target.vocabulary_size
         if not all(0 <= token < vocabulary_size for token in request.prompt_token_ids):
             raise ValueError(f"The prompt holds token ids outside 0..{vocabulary_size - 1}.")
 
@@ -103,6 +103,11 @@ class Engine:
         """From any thread: serve this draft from the next round on. `prior` is its expected acceptance."""
         with self._offer_lock:
             self._offer = (draft, prior)
+
+    def withdraw_offer(self) -> None:
+        """Keep the draft that is in service."""
+        with self._offer_lock:
+            self._offer = None
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:

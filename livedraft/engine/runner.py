@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from livedraft.engine.scheduler import RoundEntry
-from livedraft.models.decoder import Decoder
+from livedraft.models.step import ModelStep
 from livedraft.records import Proposal
 from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.draft_model import DraftModel
@@ -22,7 +22,7 @@ _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
 
 class Runner:
-    def __init__(self, target: Decoder) -> None:
+    def __init__(self, target: ModelStep) -> None:
         self.target = target
 
     def propose(
@@ -66,8 +66,8 @@ class Runner:
 
         Overwrites slot 0, so it runs before any request.
         """
-        start = min(64, max(0, self.target.cache.max_length - max(_COST_ROWS)))
-        row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.cache.max_length]
+        start = min(64, max(0, self.target.max_length - max(_COST_ROWS)))
+        row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
         seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
         draft_seconds = 0.0
         if draft is not None:
@@ -88,7 +88,7 @@ def _task(entry: RoundEntry, k: int) -> ProposalTask:
     )
 
 
-def _pass(decoder: Decoder, rows: int, start: int) -> Callable[[], torch.Tensor]:
+def _pass(decoder: ModelStep, rows: int, start: int) -> Callable[[], torch.Tensor]:
     token_ids, positions = [0] * rows, list(range(start, start + rows))
     return lambda: decoder.forward(token_ids, positions, [0] * rows, list(range(rows))).logits_RV
 

@@ -6,9 +6,11 @@ standard input closes. Serving never waits for it.
 
 One turn of its loop:
   1. score what is new with the version that served it (prequential: score first, train later);
-  2. test a frozen candidate when evidence it has not trained on is there; freeze one after enough new traces;
-  3. when a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
-  4. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times.
+  2. test a frozen candidate when evidence it has not trained on is there;
+  3. when enough was learnt since the last one, freeze a candidate: at once if what has just arrived is evidence enough (it is
+     not trained on yet), else when there is nothing left to train on;
+  4. when a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
+  5. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times.
 
 A better version in service is worth more than one more step, so the gate goes before training.
 """
@@ -24,7 +26,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
 from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.learning.trainer import Trainer
+from livedraft.learning.trainer import Score, Trainer
 from livedraft.learning.vocabulary import VocabularyUse
 from livedraft.models.load import load_embedding_and_head
 from livedraft.records import DraftVersion, UserError
@@ -48,12 +49,6 @@ MAX_GATE_HELD_OUT = 200
 MAX_KEPT_EXAMPLES = 2000
 """Replay window, in traces."""
 _MAX_KEPT_DRAFTS = 4
-
-
-@dataclass(kw_only=True)
-class Candidate:
-    version: DraftVersion
-    last_trace_id: int
 
 
 class Worker:
@@ -77,6 +72,7 @@ class Worker:
         self.vocabulary = VocabularyUse(model_config.vocabulary_size)
         self.vocabulary_size = draft.vocabulary_size
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
+        self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
         self.examples: OrderedDict[int, Example] = OrderedDict()  # training side, oldest first
         self.held_out: OrderedDict[int, Example] = OrderedDict()
         self.fresh: list[Example] = []  # scored, not yet trained on
@@ -88,8 +84,7 @@ class Worker:
         self.num_since_candidate = 0
         self.num_candidates = 0
         self.num_tests_since_promotion = 0
-        self.candidate: Candidate | None = None
-        self.num_tested_evidence = 0
+        self.candidate: DraftVersion | None = None
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
@@ -108,14 +103,17 @@ class Worker:
         self._read_new_traces()
         if self._score_new() or self._test_candidate():
             return True
-        if self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate:
+        is_due = self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate
+        if is_due and self._is_enough(self._evidence(self.newest_trained_id)):
             self._freeze_candidate()
-            return True
-        if len(self.fresh) >= self.config.traces_per_chunk:
+        elif len(self.fresh) >= self.config.traces_per_chunk:
             self._train(self.fresh[: self.config.traces_per_chunk])
             self.fresh = self.fresh[self.config.traces_per_chunk :]
-            return True
-        return self._replay()
+        elif not self._replay():
+            if not is_due:
+                return False
+            self._freeze_candidate()  # idle: offer what there is, and wait for evidence
+        return True
 
     def _read_new_traces(self) -> None:
         for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
@@ -132,17 +130,15 @@ class Worker:
             return False
         self._report("scoring")
         batch, self._to_score = self._to_score, []
-        by_version: dict[str, list[int]] = {}
-        for index, (row, _) in enumerate(batch):
-            by_version.setdefault(row.draft_version, []).append(index)
+        by_version: dict[str, list[Example]] = {}
+        for row, example in batch:
+            by_version.setdefault(row.draft_version, []).append(example)
         found: dict[int, tuple[float, float]] = {}
-        for version, indices in by_version.items():
-            draft = self._draft(version)
-            if draft is None:
+        for version, examples in by_version.items():
+            if self._draft(version) is None:
                 continue  # served without a draft, or by one that is gone
-            examples = [batch[index][1] for index in indices]
-            for index, score in zip(indices, self.trainer.score(examples, draft, self._between), strict=True):
-                found[batch[index][0].id] = (score.alpha, score.alpha_served)
+            for example, score in zip(examples, self._scores(version, examples), strict=True):
+                found[example.trace_id] = (score.alpha, score.alpha_served)
         self.store.record_alpha(found)
         for row, example in batch:
             if row.is_held_out:
@@ -210,35 +206,36 @@ class Worker:
         )
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
         self._keep(version.id, weights)
-        self.candidate = Candidate(version=version, last_trace_id=self.newest_trained_id)
+        self.candidate = version
         self.num_since_candidate = 0
-        self.num_tested_evidence = 0
         # A version boundary: from here on the copy in training says what the traffic says now.
         self.trainer.change_vocabulary(self.vocabulary.choose(self.vocabulary_size))
 
-    def _evidence(self) -> list[Example]:
-        """What the candidate has not trained on: held-out requests, and all that came after its window closed."""
-        assert self.candidate is not None
-        after = self.candidate.last_trace_id
-        newer = [example for example in self.examples.values() if example.trace_id > after]
-        return [*self.held_out.values(), *newer, *(example for example in self.fresh if example.trace_id > after)]
+    def _evidence(self, last_trained_id: int) -> list[Example]:
+        """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
+        newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
+        return [*self.held_out.values(), *newer]
+
+    @staticmethod
+    def _is_enough(evidence: list[Example]) -> bool:
+        num_positions = sum(example.num_positions for example in evidence)
+        return len(evidence) >= gate.MIN_REQUESTS and num_positions >= gate.MIN_POSITIONS
 
     def _test_candidate(self) -> bool:
         if self.candidate is None:
             return False
-        evidence = self._evidence()
-        num_positions = sum(example.num_positions for example in evidence)
-        if len(evidence) < gate.MIN_REQUESTS or num_positions < gate.MIN_POSITIONS:
+        evidence = self._evidence(self.candidate.last_trace_id)
+        if not self._is_enough(evidence):
             return False  # waits; nothing was tested
         self._report("testing a candidate")
-        version = self.candidate.version
-        candidate_scores = self.trainer.score(evidence, self._draft(version.id), self._between)
-        parent_scores = self.trainer.score(evidence, self._draft(self.in_service.id), self._between)
+        version = self.candidate
+        candidate_scores = self._scores(version.id, evidence)
+        parent_scores = self._scores(self.in_service.id, evidence)
         self.num_tests_since_promotion += 1
         decision = gate.decide(
             [score.alpha_served for score in candidate_scores],
             [score.alpha_served for score in parent_scores],
-            num_positions=num_positions,
+            num_positions=sum(example.num_positions for example in evidence),
             test_number=self.num_tests_since_promotion,
             seed=self.config.seed,
         )
@@ -252,6 +249,17 @@ class Worker:
             self.registry.reject(version.id, fields)
         self.candidate = None
         return True
+
+    def _scores(self, version_id: str, examples: Sequence[Example]) -> list[Score]:
+        """Each example's score under a version, computed once: the parent's are mostly there from serving."""
+        known = self.scores.setdefault(version_id, {})
+        unknown = [example for example in examples if example.trace_id not in known]
+        if unknown:
+            draft = self._draft(version_id)
+            assert draft is not None
+            fresh = self.trainer.score(unknown, draft, self._between)
+            known.update(zip((example.trace_id for example in unknown), fresh, strict=True))
+        return [known[example.trace_id] for example in examples]
 
     # --- odds and ends ----------------------------------------------------------------------------------------------
 
@@ -268,6 +276,7 @@ class Worker:
         while len(self.drafts) > _MAX_KEPT_DRAFTS:
             oldest = next(name for name in self.drafts if name != self.in_service.id)
             del self.drafts[oldest]
+            self.scores.pop(oldest, None)
 
     def _between(self) -> None:
         """Called between micro-batches: step aside while requests run or wait."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from livedraft.models.config import ModelConfig
 from livedraft.models.kv_cache import MAX_ROWS_ATTENDED_TOGETHER, KVCache, Segment, split_into_segments
+from livedraft.models.step import StepOutput
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer index, queries_NHE, keys_NGE, values_NGE) -> attended_NX with X = H * E."""
@@ -68,12 +69,6 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm_D: torch.Tensor
     head: Linear  # [V, D]; a draft's head may be trimmed to fewer rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    logits_RV: torch.Tensor  # float32
-    hidden_RD: torch.Tensor | None = None
 
 
 class RotaryTable:
@@ -172,6 +167,8 @@ class Decoder:
         self.weights = weights
         self.dtype = dtype
         self.device = device
+        self.num_slots, self.max_length = num_slots, max_length
+        self.vocabulary_size = config.vocabulary_size
         self.rotary = RotaryTable(config, max_length, dtype, device)
         self.cache = KVCache(
             num_layers=len(weights.layers),
@@ -194,7 +191,7 @@ class Decoder:
         """
         assert len(token_ids_N) == len(positions_N) == len(slots_N) > 0
         segments = split_into_segments(positions_N, slots_N)
-        assert max(segment.length for segment in segments) <= self.cache.max_length, "position past the cache"
+        assert max(segment.length for segment in segments) <= self.max_length, "position past the cache"
         token_ids = torch.tensor(token_ids_N, device=self.device)
         positions = torch.tensor(positions_N, device=self.device)
         hidden_ND = F.embedding(token_ids, self.weights.embedding_VD)

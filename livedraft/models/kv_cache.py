@@ -33,8 +33,6 @@ class KVCache:
         # memory is used only as positions are written.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.num_slots = num_slots
-        self.max_length = max_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from livedraft.models.decoder import Decoder
+from livedraft.models.step import ModelStep
 from livedraft.records import Proposal
 from livedraft.sampling import DRAFT_DRAW, draw, logits_to_probs, uniform
 from livedraft.speculation.proposer import ProposalTask
@@ -25,14 +25,14 @@ class DraftModel:
     """One resident draft: weights, cache, and for each slot how many tokens its cache holds."""
 
     def __init__(
-        self, decoder: Decoder, draft_to_target_W: torch.Tensor, *, version: str, keep_logits: bool = False
+        self, decoder: ModelStep, draft_to_target_W: torch.Tensor, *, version: str, keep_logits: bool = False
     ) -> None:
         self.decoder = decoder
         self.version = version
         self.keep_logits = keep_logits
         self.draft_to_target_W = draft_to_target_W.to(decoder.device)
         self._target_ids = draft_to_target_W.tolist()
-        self.lengths = [0] * decoder.cache.num_slots
+        self.lengths = [0] * decoder.num_slots
 
     def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
         """Draw up to `num_tokens` for each task. Raises nothing: a task without room gets an empty proposal.
@@ -117,7 +117,7 @@ class DraftModel:
                     task.sampling,
                     task.seed,
                     position,
-                    target_vocabulary_size=self.decoder.config.vocabulary_size,
+                    target_vocabulary_size=self.decoder.vocabulary_size,
                     draft_to_target_W=self.draft_to_target_W,
                 )
                 draws.append((choice[0], None))

@@ -157,9 +157,7 @@ def test_store_false_leaves_no_trace():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=8
-    ),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=8),
     st.integers(1, 3),
     st.integers(1, 9),
 )
@@ -177,5 +175,7 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(schedule, num_slots,
         served.step()
     alone = engine(TARGET, None)
     for state in states:
-        again = serve(alone, [request(list(state.request.prompt_token_ids), max_tokens=state.request.sampling.max_tokens)])
+        again = serve(
+            alone, [request(list(state.request.prompt_token_ids), max_tokens=state.request.sampling.max_tokens)]
+        )
         assert state.output_token_ids == again[0]

@@ -101,7 +101,7 @@ def test_requests_that_join_and_leave_change_nothing():
     prompts = [PROMPTS[i % 4] + [i] for i in range(7)]
     lengths = [3, 20, 1, 9, 14, 2, 6]
     target = decoder(MODEL, num_slots=2)
-    config = EngineConfig(max_num_seqs=2, max_model_len=target.cache.max_length, prefill_token_budget=3)
+    config = EngineConfig(max_num_seqs=2, max_model_len=target.max_length, prefill_token_budget=3)
     served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.1), target), config=config)
     outputs = serve(served, [request(p, i, max_tokens=n) for i, (p, n) in enumerate(zip(prompts, lengths))])
     alone = [plain([p], max_tokens=n)[0] for p, n in zip(prompts, lengths)]
@@ -127,9 +127,7 @@ def test_unseeded_sampling_equals_the_target_in_distribution(weights):
     served = engine(target, draft_model(draft, target), k=2)
     prompt = [5, 9]
     # max_tokens 2 leaves k = 1, so the first token is accepted or recovered and the second a bonus or a later round's.
-    outputs = serve(
-        served, [request(prompt, i, temperature=temperature, max_tokens=2) for i in range(num_requests)]
-    )
+    outputs = serve(served, [request(prompt, i, temperature=temperature, max_tokens=2) for i in range(num_requests)])
     assert 0.1 < served.stats.acceptance_rate < 0.98
     reference = decoder(MODEL)
     first = reference.forward(prompt, [0, 1], [0, 0], [1]).logits_RV[0].div(temperature).softmax(-1).double()

@@ -36,9 +36,7 @@ def test_ragged_batch_equals_one_at_a_time():
     assert torch.allclose(logits, torch.stack(alone), atol=1e-4)
     # Next round: one row each but three for slot 0, over caches of different lengths.
     follow = [([8], 3), ([6, 7, 8], 0), ([5], 1), ([1], 2)]
-    expected = [
-        run_whole(decoder(model), prompt + more)[len(prompt) :] for prompt, (more, _) in zip(prompts, follow)
-    ]
+    expected = [run_whole(decoder(model), prompt + more)[len(prompt) :] for prompt, (more, _) in zip(prompts, follow)]
     rows = [
         (token, len(prompt) + offset, slot)
         for prompt, (more, slot) in zip(prompts, follow)

@@ -36,7 +36,10 @@ def test_fingerprint_follows_the_weights_not_the_dtype(tmp_path):
     ("change", "words"),
     [
         (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensor.*model.layers.1.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.layers.0.extra.weight": torch.ones(2)}), "does not know: model.layers.0.extra.weight"),
+        (
+            lambda t: t.update({"model.layers.0.extra.weight": torch.ones(2)}),
+            "does not know: model.layers.0.extra.weight",
+        ),
         (lambda t: t.update({"model.norm.weight": torch.ones(7)}), r"model.norm.weight .* shape \(7,\)"),
         (lambda t: t["model.norm.weight"].fill_(float("nan")), "model.norm.weight .* not numbers"),
     ],
@@ -118,7 +121,9 @@ def write_gguf(path, config, tensors, quantization=None):
         for letter, num_heads in heads.items():
             if config.family == "llama" and name.endswith(f"self_attn.{letter}_proj.weight"):
                 rows, columns = tensor.shape
-                tensor = tensor.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+                tensor = (
+                    tensor.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+                )
         gguf_name = names.get(name)
         if gguf_name is None:
             _, _, index, rest = name.split(".", 3)

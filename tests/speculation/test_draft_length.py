@@ -27,7 +27,14 @@ def test_expected_tokens_is_the_closed_form(alpha, k, tokens):
 
 @pytest.mark.parametrize(
     ("slope", "c", "alpha", "best"),
-    [(0, 0.05, 0.5, 3), (0, 0.1, 0.7, 4), (0.1, 0.05, 0.6, 2), (0.25, 0.1, 0.8, 3), (0.5, 0.1, 0.6, 0), (0, 0.2, 0.7, 3)],
+    [
+        (0, 0.05, 0.5, 3),
+        (0, 0.1, 0.7, 4),
+        (0.1, 0.05, 0.6, 2),
+        (0.25, 0.1, 0.8, 3),
+        (0.5, 0.1, 0.6, 0),
+        (0, 0.2, 0.7, 3),
+    ],
 )
 def test_best_length_is_the_tables(slope, c, alpha, best):
     """Against an independent table of best lengths by acceptance and cost (Leviathan's formula with verify cost)."""

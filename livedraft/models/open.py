@@ -1,0 +1,65 @@
+"""Open any model: the native decoder where it knows the family, transformers' own model otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from livedraft.device import ExecutionPath
+from livedraft.models.config import NATIVE_FAMILIES
+from livedraft.models.decoder import Decoder, DecoderWeights
+from livedraft.models.hf_runtime import HFRuntime, load_hf_model, max_positions_of
+from livedraft.models.load import LoadedModel, build_weights, load_model, read_json
+from livedraft.models.step import ModelStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenModel:
+    """A model read and checked, not yet given a cache."""
+
+    fingerprint: str
+    max_positions: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    native: LoadedModel | None = None
+    weights: DecoderWeights | None = None
+    """Laid out for the execution path; with `native` only."""
+    hf_model: Any = None
+
+    def runtime(self, path: ExecutionPath, *, num_slots: int, max_length: int) -> ModelStep:
+        """The model step with a cache of its own. Raises UserError when the model cannot be rewound."""
+        if self.native is None or self.weights is None:
+            return HFRuntime(self.hf_model, num_slots=num_slots, max_length=max_length, device=path.device)
+        return Decoder(
+            self.native.config,
+            self.weights,
+            num_slots=num_slots,
+            max_length=max_length,
+            dtype=path.dtype,
+            device=path.device,
+        )
+
+
+def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:
+    """Raises UserError when the path is wrong, a file is damaged, or the model is of a kind that cannot be served."""
+    is_folder = model_path.is_dir()
+    if is_folder and read_json(model_path / "config.json").get("model_type") not in NATIVE_FAMILIES:
+        hf_model, fingerprint = load_hf_model(model_path, path.dtype, path.device)
+        eos = getattr(hf_model.config, "eos_token_id", None)
+        return OpenModel(
+            fingerprint=fingerprint,
+            max_positions=max_positions_of(hf_model),
+            vocabulary_size=int(hf_model.config.vocab_size),
+            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
+            hf_model=hf_model,
+        )
+    native = load_model(model_path, path.dtype)
+    return OpenModel(
+        fingerprint=native.fingerprint,
+        max_positions=native.config.max_positions,
+        vocabulary_size=native.config.vocabulary_size,
+        eos_token_ids=native.config.eos_token_ids,
+        native=native,
+        weights=build_weights(native, path),
+    )
