@@ -41,7 +41,7 @@ class SpeculationConfig:
     num_draft_layers: int = 2
     """Layers of the target that a fresh draft starts from."""
     draft_vocabulary_size: int = 8192
-    """Rows of the draft's trimmed head."""
+    """Rows of an untrained draft's trimmed head: the lowest token ids."""
 
     def __post_init__(self) -> None:
         _require(self.method in ("draft_model", "none"), f"method must be draft_model or none, got {self.method!r}.")
@@ -70,6 +70,8 @@ class LearningConfig:
     """At most this many copies of one prompt ever train."""
     traces_per_candidate: int = 12
     """New requests between two candidates offered to the gate."""
+    max_vocabulary_size: int = 8192
+    """The most rows a draft's head may have."""
     num_threads: int = 1
     micro_batch_tokens: int = 512
     """Tokens in one forward and backward; short enough that the trainer can yield between two."""
@@ -81,6 +83,13 @@ class LearningConfig:
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
         _require(self.positions in ("all", "rejected"), f"positions must be all or rejected, got {self.positions!r}.")
-        for name in ("traces_per_chunk", "max_passes", "traces_per_candidate", "num_threads", "micro_batch_tokens"):
+        for name in (
+            "traces_per_chunk",
+            "max_passes",
+            "traces_per_candidate",
+            "max_vocabulary_size",
+            "num_threads",
+            "micro_batch_tokens",
+        ):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")

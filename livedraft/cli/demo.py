@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
@@ -34,13 +35,14 @@ from livedraft.records import SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats
 
 NUM_HELD_OUT_PROMPTS = 10
-HELD_OUT_MAX_TOKENS = 40
+HELD_OUT_MAX_TOKENS = 32
 NUM_ALTERNATIONS = 3
 NUM_FIRST_REQUESTS = 10
 SHORT_STREAM, SHORT_STREAM_BURST, SHORT_STREAM_INTERVAL = 100, 8, 9.0
-BURST, INTERVAL = 16, 11.0
+BURST, INTERVAL = 32, 22.0
 """Requests that arrive together, and seconds from one burst to the next: what is left after serving is spare compute."""
 SHORTEST_PAUSE_SECONDS = 0.5
+LONGEST_START_SECONDS, LONGEST_SETTLE_SECONDS = 15.0, 12.0
 
 
 def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool) -> None:
@@ -66,15 +68,16 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
                 engine=EngineConfig(
                     max_num_seqs=SHORT_STREAM_BURST if num_requests < SHORT_STREAM else BURST, max_model_len=512
                 ),
-                learning=LearningConfig(seed=seed, num_threads=num_available_cores()),
+                learning=LearningConfig(seed=seed, num_threads=num_available_cores(), micro_batch_tokens=1024),
                 events=events,
             )
         )
         log.print(f"{llm.path.description}. {num_requests} requests to a plant shop, greedy, max_tokens {max_tokens}.")
         prompts = plant_shop_prompts(num_requests + NUM_HELD_OUT_PROMPTS, seed)
         sampling = SamplingParams(max_tokens=max_tokens)
+        _wait_for(lambda: bool(read_trainer_status(llm.state)), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
-        rows = _wait_until_scored(llm, num_requests, log)
+        rows = _wait_until_settled(llm, num_requests, log)
         learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]
         llm.close()  # learning ends here; only speed is measured from now on
         timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
@@ -109,18 +112,25 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
     return answers
 
 
-def _wait_until_scored(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
-    """The trainer scores each request with the version that served it; wait for the last ones."""
+def _wait_until_settled(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
+    """The stream is over: the trainer scores the last requests and finishes what it has; returns the scored rows."""
     assert llm.state is not None
     store = TraceStore(llm.state)
-    deadline = time.monotonic() + 20.0
-    while time.monotonic() < deadline:
-        rows = store.rows()
-        if len(rows) == num_requests and all(row.alpha is not None for row in rows):
-            break
+
+    def is_settled() -> bool:
         log.tick(llm, num_requests)
-        time.sleep(0.2)
+        rows = store.rows()
+        is_scored = len(rows) == num_requests and all(row.alpha is not None for row in rows)
+        return is_scored and read_trainer_status(llm.state).get("status") == "waiting for traces"
+
+    _wait_for(is_settled, LONGEST_SETTLE_SECONDS)
     return [row for row in store.rows() if row.alpha is not None]
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 class _Log:

@@ -29,15 +29,12 @@ on a shaded terrace
 _GIVERS = "mother, brother, neighbour, friend, grandmother, colleague, daughter, teacher"
 _SITUATIONS = (
     "My {plant} stands {place} and has {problem}. I water it every {days} days.",
-    "I moved my {plant} two weeks ago; now it stands {place} and shows {problem}.",
-    "We bought a {plant} for our home, it stands {place}. Since then I see {problem}.",
     "The {plant} that my {giver} gave me has {problem}. It stands {place} and gets water every {days} days.",
 )
 _WISHES = (
     "Write a short answer with the likely cause and three steps to take.",
     "Name the likely cause and give three steps that help.",
     "Explain in plain words what is going on with this plant.",
-    "Tell the customer what to do this week and what to do next month.",
 )
 
 

@@ -70,7 +70,6 @@ class Worker:
             max_positions=max_positions,
         )
         self.vocabulary = VocabularyUse(model_config.vocabulary_size)
-        self.vocabulary_size = draft.vocabulary_size
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
         self.examples: OrderedDict[int, Example] = OrderedDict()  # training side, oldest first
@@ -155,7 +154,7 @@ class Worker:
         for example in new:
             self.vocabulary.add(example)
         if self.trainer.num_steps == 0:
-            self.trainer.change_vocabulary(self.vocabulary.choose(self.vocabulary_size))
+            self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))
         batch = [*new, *self._replayed(self.config.replay_per_new * len(new))]
         self._step(batch)
         for example in new:
@@ -209,7 +208,7 @@ class Worker:
         self.candidate = version
         self.num_since_candidate = 0
         # A version boundary: from here on the copy in training says what the traffic says now.
-        self.trainer.change_vocabulary(self.vocabulary.choose(self.vocabulary_size))
+        self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))
 
     def _evidence(self, last_trained_id: int) -> list[Example]:
         """What weights trained up to that trace have not seen: held-out requests, and all that came later."""

@@ -1,0 +1,109 @@
+"""Each loss against an independent float64 reference, value and gradient, on full and trimmed vocabularies."""
+
+import pytest
+import torch
+
+from livedraft.learning.losses import (
+    HYBRID_DECAY,
+    LOSS_FUNCTIONS,
+    MIN_SHARED_MASS,
+    compare,
+    forward_kl,
+    hybrid,
+    neg_log_alpha,
+    tvd,
+)
+
+N, V = 5, 12
+
+
+def full_case(seed=0):
+    """Teacher keeps everything, draft has everything: the textbook setting."""
+    generator = torch.Generator().manual_seed(seed)
+    target_logits = 2 * torch.randn(N, V, generator=generator, dtype=torch.double)
+    draft_logits = 2 * torch.randn(N, V, generator=generator, dtype=torch.double)
+    rows = torch.arange(V).expand(N, V)
+    return draft_logits, rows, target_logits.log_softmax(-1)
+
+
+def trimmed_case(seed=0, top_k=6):
+    """Teacher keeps its top 6 of 12; the draft lacks every third token."""
+    draft_logits, _, log_probs = full_case(seed)
+    ids = torch.tensor([token for token in range(V) if token % 3])
+    lookup = torch.full((V,), -1)
+    lookup[ids] = torch.arange(len(ids))
+    top = log_probs.topk(top_k, dim=-1)
+    return draft_logits[:, : len(ids)].contiguous(), lookup[top.indices], top.values
+
+
+def reference(name, draft_logits, rows, log_probs):
+    """Loops over positions and tokens, straight from the definitions."""
+    draft_probs = draft_logits.softmax(-1)
+    per_position = {"forward_kl": [], "tvd": [], "neg_log_alpha": []}
+    for position in range(len(rows)):
+        shared = [(k, row) for k, row in enumerate(rows[position].tolist()) if row >= 0]
+        target = torch.stack([log_probs[position, k].exp() for k, _ in shared])
+        draft = torch.stack([draft_probs[position, row] for _, row in shared])
+        mass = target.sum()
+        renormalised = target / mass
+        per_position["forward_kl"].append(mass * (renormalised * (renormalised / draft).log()).sum())
+        overlap = torch.minimum(target, draft).sum()
+        per_position["tvd"].append(1 - overlap)
+        per_position["neg_log_alpha"].append(-overlap.log())
+    stacked = {key: torch.stack(values) for key, values in per_position.items()}
+    if name == "hybrid":
+        weight = torch.exp(-HYBRID_DECAY * (1 - stacked["tvd"]).mean().detach())
+        return weight * stacked["forward_kl"] + (1 - weight) * stacked["tvd"]
+    return stacked[name]
+
+
+@pytest.mark.parametrize("case", [full_case, trimmed_case])
+@pytest.mark.parametrize("name", [*LOSS_FUNCTIONS, "tvd"])
+def test_value_and_gradient_equal_the_reference(name, case):
+    function = LOSS_FUNCTIONS.get(name, tvd)
+    for seed in range(3):
+        draft_logits, rows, log_probs = case(seed)
+        ours, theirs = draft_logits.clone().requires_grad_(), draft_logits.clone().requires_grad_()
+        values = function(compare(ours, rows, log_probs))
+        expected = reference(name, theirs, rows, log_probs)
+        assert torch.allclose(values, expected, atol=1e-10)
+        weights = torch.arange(1.0, N + 1, dtype=torch.double)
+        (values * weights).sum().backward()
+        (expected * weights).sum().backward()
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-10)
+
+
+def test_full_vocabulary_forms_are_the_textbooks():
+    draft_logits, rows, log_probs = full_case()
+    comparison = compare(draft_logits, rows, log_probs)
+    probs, draft_log_probs = log_probs.exp(), draft_logits.log_softmax(-1)
+    assert torch.allclose(forward_kl(comparison), (probs * (log_probs - draft_log_probs)).sum(-1))
+    assert torch.allclose(tvd(comparison), 0.5 * (probs - draft_log_probs.exp()).abs().sum(-1))
+    assert torch.allclose(neg_log_alpha(comparison), -(1 - tvd(comparison)).log())
+
+
+def test_equal_distributions_cost_nothing():
+    draft_logits, rows, _ = full_case()
+    comparison = compare(draft_logits, rows, draft_logits.log_softmax(-1))
+    for function in (forward_kl, tvd, neg_log_alpha, hybrid):
+        assert function(comparison).abs().max() < 1e-9
+
+
+def test_draft_mass_outside_the_teachers_tokens_costs():
+    """The tail class: moving the draft's mass to tokens the teacher did not keep makes forward_kl larger."""
+    draft_logits, rows, log_probs = trimmed_case()
+    outside = torch.ones_like(draft_logits, dtype=torch.bool)
+    for position in range(N):
+        outside[position, rows[position][rows[position] >= 0]] = False
+    more = forward_kl(compare(draft_logits + 3.0 * outside, rows, log_probs))
+    assert (more > forward_kl(compare(draft_logits, rows, log_probs))).all()
+
+
+def test_a_position_the_vocabulary_hardly_covers_teaches_nothing_and_stays_finite():
+    log_probs = torch.tensor([[0.99, 0.01]]).log()
+    comparison = compare(torch.zeros(1, 4), torch.tensor([[-1, 2]]), log_probs)
+    assert comparison.shared_mass_N.item() == pytest.approx(0.01)
+    assert comparison.shared_mass_N.item() < MIN_SHARED_MASS
+    assert not comparison.teaches_N.item()
+    nothing = compare(torch.zeros(1, 4), torch.tensor([[-1, -1]]), log_probs)
+    assert all(torch.isfinite(f(nothing)).all() for f in LOSS_FUNCTIONS.values())
