@@ -69,7 +69,8 @@ class LearningConfig:
     max_passes: int = 4
     """At most this many copies of one prompt ever train."""
     traces_per_candidate: int = 12
-    """New requests between two candidates offered to the gate."""
+    """Fewest new training requests between two candidates offered to the gate; later a quarter of all it was trained on,
+    because each test is paid for in significance and a little more data changes little."""
     max_vocabulary_size: int = 8192
     """The most rows a draft's head may have."""
     num_threads: int = 1

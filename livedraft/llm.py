@@ -397,14 +397,15 @@ def _within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
 
 def _lock(state: Path) -> TextIO:
     """One process owns a state folder; the lock goes with it."""
+    file = None
     try:
         state.mkdir(parents=True, exist_ok=True)
         file = (state / "lock").open("w")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
     except OSError as error:
-        raise UserError(
-            f"The state folder {state} cannot be used ({error.strerror}); give another with --state."
-        ) from error
+        if file is not None:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
+        raise UserError(f"The state folder {state} cannot be used ({error.strerror}); give another --state.") from error
     return file

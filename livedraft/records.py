@@ -87,6 +87,8 @@ class Proposal:
     draft_version: str
     draft_row_ids: list[int] = field(default_factory=list)
     """The drafted tokens as rows of the draft vocabulary."""
+    confidences: list[float] = field(default_factory=list)
+    """The draft's own probability of each drafted token; empty where the draft length is fixed."""
     draft_probs_KV: torch.Tensor | None = None
     draft_logits_KV: torch.Tensor | None = None
     draft_to_target_V: torch.Tensor | None = None

@@ -4,7 +4,7 @@ and drift of a shared machine fall on all alike."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -51,7 +51,7 @@ def median_with_lower_bound(
 
 
 def alternate(
-    contenders: dict[str, Callable[[Prompt], list[int]]],
+    contenders: Mapping[str, Callable[[Prompt], list[int]]],
     prompts: Sequence[Prompt],
     *,
     num_rounds: int,

@@ -15,7 +15,7 @@ from livedraft.bench.prompts import read_prompts
 from livedraft.bench.reference import transformers_model
 from livedraft.bench.same_output import compare_outputs
 from livedraft.llm import LLM, Contender
-from livedraft.models.load import load_model
+from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import SamplingParams
 from livedraft.speculation.stats import SpeculationStats
@@ -71,9 +71,10 @@ def run(
 
 def transformers_generate(llm: LLM, model: str, max_tokens: int) -> Callable[[list[int]], list[int]]:
     """A contender: transformers' own greedy generate with the same weights, dtype and threads."""
-    hf_model = transformers_model(
-        load_model(resolve_model(model), llm.path.dtype).tensors, llm.model_config, llm.path.dtype
-    )
+    opened = open_model(resolve_model(model), llm.path)
+    hf_model = opened.hf_model
+    if opened.native is not None:
+        hf_model = transformers_model(opened.native.tensors, opened.native.config, llm.path.dtype)
 
     def answer(prompt: list[int]) -> list[int]:
         prompt_BT = torch.tensor([prompt])

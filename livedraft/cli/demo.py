@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -39,7 +40,7 @@ HELD_OUT_MAX_TOKENS = 32
 NUM_ALTERNATIONS = 3
 NUM_FIRST_REQUESTS = 10
 SHORT_STREAM, SHORT_STREAM_BURST, SHORT_STREAM_INTERVAL = 100, 8, 9.0
-BURST, INTERVAL = 32, 22.0
+BURST, INTERVAL = 24, 16.0
 """Requests that arrive together, and seconds from one burst to the next: what is left after serving is spare compute."""
 SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_START_SECONDS, LONGEST_SETTLE_SECONDS = 15.0, 12.0
@@ -75,7 +76,7 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
         log.print(f"{llm.path.description}. {num_requests} requests to a plant shop, greedy, max_tokens {max_tokens}.")
         prompts = plant_shop_prompts(num_requests + NUM_HELD_OUT_PROMPTS, seed)
         sampling = SamplingParams(max_tokens=max_tokens)
-        _wait_for(lambda: bool(read_trainer_status(llm.state)), LONGEST_START_SECONDS)
+        _wait_for(lambda: bool(read_trainer_status(state)), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
         rows = _wait_until_settled(llm, num_requests, log)
         learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]
@@ -101,8 +102,7 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
     for number, first in enumerate(range(0, len(prompts), size), start=1):
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + size]]
         states = llm.add([llm.request(message, sampling) for message in messages])
-        num_done = len(answers)
-        llm.run(after_round=lambda num_done=num_done: log.tick(llm, num_done))
+        llm.run(after_round=partial(log.tick, llm, len(answers)))
         answers += [state.output_token_ids for state in states]
         next_burst = started + number * interval
         pause_end = max(next_burst, time.monotonic() + SHORTEST_PAUSE_SECONDS)
@@ -114,14 +114,15 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
 
 def _wait_until_settled(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
     """The stream is over: the trainer scores the last requests and finishes what it has; returns the scored rows."""
-    assert llm.state is not None
-    store = TraceStore(llm.state)
+    state = llm.state
+    assert state is not None
+    store = TraceStore(state)
 
     def is_settled() -> bool:
         log.tick(llm, num_requests)
         rows = store.rows()
         is_scored = len(rows) == num_requests and all(row.alpha is not None for row in rows)
-        return is_scored and read_trainer_status(llm.state).get("status") == "waiting for traces"
+        return is_scored and read_trainer_status(state).get("status") == "waiting for traces"
 
     _wait_for(is_settled, LONGEST_SETTLE_SECONDS)
     return [row for row in store.rows() if row.alpha is not None]
@@ -223,11 +224,11 @@ def _result(
     assert llm.registry is not None
     versions = llm.registry.versions(ROUTE)
     first_version = versions[0]["id"]
-    first = [row.alpha for row in rows[:NUM_FIRST_REQUESTS] if row.draft_version == first_version]
-    last = [row.alpha for row in rows[-max(1, len(rows) // 5) :]]
+    first = [row for row in rows[:NUM_FIRST_REQUESTS] if row.draft_version == first_version]
+    last = rows[-max(1, len(rows) // 5) :]
     return {
-        "alpha_start": round(mean(first), 4),  # type: ignore[type-var]
-        "alpha_end": round(mean(last), 4),  # type: ignore[type-var]
+        "alpha_start": round(_mean_alpha(first), 4),
+        "alpha_end": round(_mean_alpha(last), 4),
         "requests": len(rows),
         "versions_promoted": sum(row["decision"] is not None and bool(row["decision"]["promote"]) for row in versions),
         "learned_version": learned_version,
@@ -245,6 +246,10 @@ def _result(
             for name in timings
         },
     }
+
+
+def _mean_alpha(rows: list[TraceRow]) -> float:
+    return mean(row.alpha for row in rows if row.alpha is not None)
 
 
 def speedup(plain: Timing, other: Timing) -> float:

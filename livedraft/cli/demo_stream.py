@@ -34,7 +34,6 @@ _SITUATIONS = (
 _WISHES = (
     "Write a short answer with the likely cause and three steps to take.",
     "Name the likely cause and give three steps that help.",
-    "Explain in plain words what is going on with this plant.",
 )
 
 

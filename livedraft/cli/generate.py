@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from livedraft.config import SpeculationConfig
 from livedraft.llm import LLM
 from livedraft.records import SamplingParams
 
@@ -18,13 +19,15 @@ def run(
     sampling: dict[str, Any],
     is_raw: bool,
     draft: str,
+    num_speculative_tokens: int | None,
     state: Path | None,
     dtype: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
     parameters = SamplingParams(**sampling)  # before the model loads: a wrong option should not cost seconds
-    with LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads) as llm:
+    speculation = SpeculationConfig(num_speculative_tokens=num_speculative_tokens)
+    with LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads, speculation=speculation) as llm:
         print(f"{llm.path.description}; draft: {llm.engine.draft_version}", file=sys.stderr)
         is_chat = llm.tokenizer.has_chat_template and not is_raw
         output = llm.generate([{"role": "user", "content": prompt}] if is_chat else prompt, parameters)[0]

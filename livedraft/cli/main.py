@@ -25,6 +25,7 @@ Json = Annotated[
 ]
 State = Annotated[Path | None, typer.Option(help="Folder of drafts and traces.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the serving process; default all cores.")]
+Draft = Annotated[str, typer.Option(help="auto, none, untrained, a version id, or a draft's or small model's folder.")]
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -47,7 +48,10 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 switches it off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer reproducible.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
-    draft: Annotated[str, typer.Option(help="auto, none, untrained, a version id or a draft's folder.")] = "auto",
+    draft: Draft = "auto",
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Fixed draft length; left out, costs decide.")
+    ] = None,
     state: State = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -69,6 +73,7 @@ def generate(
         },
         is_raw=raw,
         draft=draft,
+        num_speculative_tokens=num_speculative_tokens,
         state=state,
         dtype=dtype,
         threads=threads,
@@ -96,7 +101,7 @@ def bench_speed(
     prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
     limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    draft: Annotated[str, typer.Option(help="auto, none, untrained, a version id or a draft's folder.")] = "auto",
+    draft: Draft = "auto",
     state: State = None,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ from livedraft.engine.tracing import TraceBuilder
 from livedraft.events import Events
 from livedraft.models.step import ModelStep
 from livedraft.records import Proposal, Request, Trace, Verdict
-from livedraft.speculation.draft_length import CostModel, DraftLengthPolicy
+from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.speculation.verify import verify, verify_exact
@@ -117,7 +118,8 @@ class Engine:
         entries = self.scheduler.plan_round()
         if not entries:
             return []
-        proposals = self.runner.propose(entries, self._draft_lengths(entries), self.draft)
+        lengths = self._draft_lengths(entries)
+        proposals = self.runner.propose(entries, lengths, self.draft, self.lengths.acceptance_of)
         target_logits = self.runner.verify(entries, proposals)
         verdicts = self._verdicts(entries, proposals, target_logits)
         for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
@@ -137,17 +139,17 @@ class Engine:
             self.lengths.set_prior(prior)
         self.events.emit("draft_swapped", previous=previous, version=self.draft_version)
 
-    def _draft_lengths(self, entries: list[RoundEntry]) -> list[int]:
-        """k for each request: the round's choice, less where fewer tokens are still wanted (the bonus is one)."""
+    def _draft_lengths(self, entries: list[RoundEntry]) -> list[DraftLength]:
+        """For each request: the round's choice, less where fewer tokens are still wanted (the bonus is one)."""
         num_decoding = sum(entry.is_decoding for entry in entries)
         if self.draft is None or num_decoding == 0:
-            return [0] * len(entries)
+            return [DraftLength(k=0)] * len(entries)
         num_prefill_rows = sum(entry.num_pending_rows for entry in entries if entry.is_prefilling)
-        k = self.lengths.choose(num_decoding, num_prefill_rows)
+        length = self.lengths.choose(num_decoding, num_prefill_rows)
         wanted = []
         for entry in entries:
             num_left = entry.state.request.sampling.max_tokens - entry.state.num_output_tokens
-            wanted.append(min(k, num_left - 1) if entry.is_decoding else 0)
+            wanted.append(replace(length, k=min(length.k, num_left - 1) if entry.is_decoding else 0))
         return wanted
 
     def _verdicts(
@@ -194,7 +196,7 @@ class Engine:
         state.first_token_at = state.first_token_at or time.time()
         for stats in (state.stats, self.stats):
             stats.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=len(output))
-        self.lengths.record(num_drafted, verdict.num_accepted)
+        self.lengths.record(num_drafted, verdict.num_accepted, proposal.confidences if proposal else ())
         if state.trace is not None:
             state.trace.add_round(
                 target_logits_RV=logits_RV,

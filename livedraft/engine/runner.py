@@ -14,7 +14,7 @@ import torch
 from livedraft.engine.scheduler import RoundEntry
 from livedraft.models.step import ModelStep
 from livedraft.records import Proposal
-from livedraft.speculation.draft_length import CostModel
+from livedraft.speculation.draft_length import CostModel, DraftLength
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.proposer import ProposalTask, Proposer
 
@@ -26,14 +26,18 @@ class Runner:
         self.target = target
 
     def propose(
-        self, entries: list[RoundEntry], lengths: list[int], proposer: Proposer | None
+        self,
+        entries: list[RoundEntry],
+        lengths: list[DraftLength],
+        proposer: Proposer | None,
+        acceptance_of: Callable[[float], float],
     ) -> list[Proposal | None]:
         """A proposal for each entry that decodes with k >= 1; None for the others."""
         proposals: list[Proposal | None] = [None] * len(entries)
-        chosen = [index for index, k in enumerate(lengths) if k > 0]
+        chosen = [index for index, length in enumerate(lengths) if length.k > 0]
         if proposer is None or not chosen:
             return proposals
-        tasks = [_task(entries[index], lengths[index]) for index in chosen]
+        tasks = [_task(entries[index], lengths[index], acceptance_of) for index in chosen]
         for index, proposal in zip(chosen, proposer.propose(tasks), strict=True):
             proposals[index] = proposal
         return proposals
@@ -76,7 +80,7 @@ class Runner:
         return CostModel(target_seconds_by_rows=seconds, draft_step_seconds=draft_seconds)
 
 
-def _task(entry: RoundEntry, k: int) -> ProposalTask:
+def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float], float]) -> ProposalTask:
     state = entry.state
     return ProposalTask(
         slot=state.slot,
@@ -84,7 +88,9 @@ def _task(entry: RoundEntry, k: int) -> ProposalTask:
         num_prompt_tokens=state.num_prompt_tokens,
         sampling=state.request.sampling,
         seed=state.seed,
-        num_tokens=k,
+        num_tokens=length.k,
+        stop_below=length.stop_below,
+        acceptance_of=acceptance_of,
     )
 
 

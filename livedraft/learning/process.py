@@ -109,6 +109,8 @@ class TrainerProcess:
                 if self._closing.wait(_POLL_SECONDS):
                     return
             exit_code = self._process.returncode
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             if time.monotonic() - started > _HEALTHY_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             is_final = exit_code == EXIT_BAD_INPUT

@@ -102,7 +102,8 @@ class Worker:
         self._read_new_traces()
         if self._score_new() or self._test_candidate():
             return True
-        is_due = self.candidate is None and self.num_since_candidate >= self.config.traces_per_candidate
+        num_needed = max(self.config.traces_per_candidate, self.num_trained // 4)
+        is_due = self.candidate is None and self.num_since_candidate >= num_needed
         if is_due and self._is_enough(self._evidence(self.newest_trained_id)):
             self._freeze_candidate()
         elif len(self.fresh) >= self.config.traces_per_chunk:

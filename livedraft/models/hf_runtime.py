@@ -7,6 +7,7 @@ cache cannot be cropped, or that keeps recurrent state, is refused with the reas
 from __future__ import annotations
 
 import hashlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ class HFRuntime:
         self.vocabulary_size = int(model.config.vocab_size)
         self.device = device
         self._caches: list[Any] = [None] * num_slots
+        # transformers renames the argument family by family, with a warning at each call in between.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         _refuse_recurrent(model)
         self._self_test()
 
@@ -60,10 +64,9 @@ class HFRuntime:
         length = cache.get_seq_length()
         assert first_position <= length, "positions of a slot must be consecutive"
         if first_position < length:
-            cache.crop(first_position)
-        output = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device), past_key_values=cache, use_cache=True
-        )
+            cache.crop(first_position - length)  # negative: how many to drop; newer transformers refuse the other form
+        input_ids = torch.tensor([token_ids], device=self.device)
+        output = self.model(input_ids=input_ids, use_cache=True, **{self._cache_argument: cache})
         # The head may be padded past the vocabulary; those rows are never tokens.
         return output.logits[0, :, : self.vocabulary_size].float()
 

@@ -102,10 +102,10 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
         "--dest",
         str(folder),
     ]
-    # Standard output belongs to the command's own result; pip's bar goes to standard error.
+    # Standard output belongs to the command's own result; pip's bar goes to standard error (descriptor 2).
     # pip's own TMPDIR would otherwise be a small tmpfs on some machines.
     environment = {**os.environ, "TMPDIR": str(folder)}
-    result = subprocess.run([*command, requirement], stdout=sys.stderr.fileno(), env=environment, check=False)
+    result = subprocess.run([*command, requirement], stdout=2, env=environment, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         raise UserError(f"pip could not download {requirement}; check the network and that `python -m pip` works.")

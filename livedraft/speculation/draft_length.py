@@ -1,20 +1,34 @@
-"""How many tokens to draft: the k with the most expected tokens a second, 0 included, from measured costs.
+"""How many tokens to draft: what gives the most expected tokens a second, 0 included, from measured costs.
 
-Decided before anything is drawn (lossless rule 3). k = 0 is not the end: one round in PROBE_INTERVAL drafts anyway, and
-a new version brings a new prior.
+Before a round: is any k worth its cost, by the acceptance seen so far at each position? If so, drafting goes on token by
+token while one more is worth its cost: the chance that all drafted so far are accepted, from the draft's own probabilities
+calibrated by past verdicts, times the next position's acceptance, against the cost of one more draft step and target row.
+A drawn token is always kept; only whether to draw another is decided (lossless rule 3).
+
+k = 0 is not the end: one round in PROBE_INTERVAL drafts anyway, and a new version brings a new prior.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PROBE_INTERVAL = 64
 NUM_PROBE_TOKENS = 2
 PRIOR_WEIGHT = 8.0
 """How many observations the prior acceptance counts for."""
+NUM_CONFIDENCE_BINS = 10
 MEMORY = 400.0
 """Observations after which old ones have faded: traffic and versions change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLength:
+    """The decision for one round: at most `k` tokens, and below which chance of being accepted whole to stop."""
+
+    k: int
+    stop_below: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +82,26 @@ class DraftLengthPolicy:
         self.prior = min(max(acceptance, 0.0), 1.0)
         self._reached = [0.0] * self.max_tokens
         self._accepted = [0.0] * self.max_tokens
+        # Until verdicts say otherwise a draft is taken at its word: the middle of each bin.
+        self._bin_reached = [PRIOR_WEIGHT] * NUM_CONFIDENCE_BINS
+        self._bin_accepted = [PRIOR_WEIGHT * (b + 0.5) / NUM_CONFIDENCE_BINS for b in range(NUM_CONFIDENCE_BINS)]
 
-    def record(self, num_drafted: int, num_accepted: int) -> None:
+    def record(self, num_drafted: int, num_accepted: int, confidences: Sequence[float] = ()) -> None:
         """Learn from one request's verdict: positions after the first rejection say nothing."""
+        decay = 1.0 - 1.0 / MEMORY
         for position in range(min(num_drafted, num_accepted + 1)):
-            decay = 1.0 - 1.0 / MEMORY
+            is_accepted = position < num_accepted
             self._reached[position] = self._reached[position] * decay + 1.0
-            self._accepted[position] = self._accepted[position] * decay + (position < num_accepted)
+            self._accepted[position] = self._accepted[position] * decay + is_accepted
+            if confidences:
+                index = _bin(confidences[position])
+                self._bin_reached[index] = self._bin_reached[index] * decay + 1.0
+                self._bin_accepted[index] = self._bin_accepted[index] * decay + is_accepted
+
+    def acceptance_of(self, confidence: float) -> float:
+        """Chance that a token is accepted, from the draft's own probability of it, as past verdicts have it."""
+        index = _bin(confidence)
+        return self._bin_accepted[index] / self._bin_reached[index]
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -85,22 +112,34 @@ class DraftLengthPolicy:
             estimates.append(lean)
         return estimates
 
-    def choose(self, num_requests: int, num_other_rows: int = 0) -> int:
-        """k for the coming round of `num_requests` decoding requests beside `num_other_rows` prefill rows."""
+    def choose(self, num_requests: int, num_other_rows: int = 0) -> DraftLength:
+        """For the coming round of `num_requests` decoding requests beside `num_other_rows` prefill rows."""
         self.num_rounds += 1
         if self.fixed is not None:
-            return self.fixed
+            return DraftLength(k=self.fixed)
         best = self.best(num_requests, num_other_rows)
-        if best == 0 and self.num_rounds % PROBE_INTERVAL == 0:
-            return min(NUM_PROBE_TOKENS, self.max_tokens)
-        return best
+        if best == 0:
+            is_probe = self.num_rounds % PROBE_INTERVAL == 0
+            return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0)
+        rows = num_requests * (best + 1) + num_other_rows
+        one_more = self.costs.draft_step_seconds + self.costs.target_seconds(rows + num_requests)
+        extra_seconds = one_more - self.costs.target_seconds(rows)
+        next_acceptance = max(self.acceptance_by_position[best - 1], 1e-3)
+        # Worth it while reach * next_acceptance / extra_seconds exceeds the round's own tokens a second.
+        stop_below = extra_seconds * self._tokens_per_second(best, num_requests, num_other_rows) / next_acceptance
+        return DraftLength(k=self.max_tokens, stop_below=min(stop_below, 1.0))
 
     def best(self, num_requests: int, num_other_rows: int = 0) -> int:
-        acceptance = self.acceptance_by_position
+        """The fixed k with the most expected tokens a second."""
+        speeds = [self._tokens_per_second(k, num_requests, num_other_rows) for k in range(self.max_tokens + 1)]
+        return speeds.index(max(speeds))
 
-        def tokens_per_second(k: int) -> float:
-            rows = num_requests * (k + 1) + num_other_rows
-            seconds = k * self.costs.draft_step_seconds + self.costs.target_seconds(rows)
-            return expected_tokens(acceptance, k) / seconds
+    def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int) -> float:
+        """Of one request, when all draft k tokens."""
+        rows = num_requests * (k + 1) + num_other_rows
+        seconds = k * self.costs.draft_step_seconds + self.costs.target_seconds(rows)
+        return expected_tokens(self.acceptance_by_position, k) / seconds
 
-        return max(range(self.max_tokens + 1), key=tokens_per_second)
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)

@@ -38,7 +38,8 @@ class DraftModel:
         """Draw up to `num_tokens` for each task. Raises nothing: a task without room gets an empty proposal.
 
         1. Write what each cache lacks; the last committed token's row gives the first draft distribution.
-        2. Draw one token for each request, feed it back, until each has its number.
+        2. Draw one token for each request, feed it back, until each has its number or the chance that all of it is
+           accepted has become too small. A drawn token is always kept (lossless rule 3).
         """
         proposals = [
             Proposal(draft_token_ids=[], draft_version=self.version, draft_to_target_V=self.draft_to_target_W)
@@ -46,9 +47,11 @@ class DraftModel:
         ]
         kept: list[list[torch.Tensor]] = [[] for _ in tasks]  # logits or probs of each drawn token
         kept_logits: list[list[torch.Tensor]] = [[] for _ in tasks]
+        reach = [1.0] * len(tasks)  # chance that everything drafted so far is accepted
         active, logits_RW = self._catch_up(tasks)
         while active:
             draws = self._draw(logits_RW, [tasks[index] for index in active], [proposals[index] for index in active])
+            confidences = self._confidences(logits_RW, draws) if any(tasks[i].stop_below for i in active) else None
             going_on = []
             for row, index in enumerate(active):
                 row_id, probs_W = draws[row]
@@ -58,7 +61,11 @@ class DraftModel:
                     kept[index].append(probs_W)
                 if self.keep_logits:
                     kept_logits[index].append(logits_RW[row])
-                if len(proposals[index].draft_token_ids) < tasks[index].num_tokens:
+                if confidences is not None:
+                    proposals[index].confidences.append(confidences[row])
+                    reach[index] *= tasks[index].acceptance_of(confidences[row])
+                is_full = len(proposals[index].draft_token_ids) == tasks[index].num_tokens
+                if not is_full and reach[index] >= tasks[index].stop_below:
                     going_on.append(index)
             active = going_on
             if active:
@@ -125,6 +132,13 @@ class DraftModel:
                 probs_W = logits_to_probs(logits_RW[row : row + 1], task.sampling)[0]
                 draws.append((draw(probs_W, uniform(task.seed, position, DRAFT_DRAW)), probs_W))
         return draws
+
+    @staticmethod
+    def _confidences(logits_RW: torch.Tensor, draws: list[tuple[int, torch.Tensor | None]]) -> list[float]:
+        """The draft's probability, at temperature 1, of each row's drawn token."""
+        rows_R1 = torch.tensor([[row_id] for row_id, _ in draws], device=logits_RW.device)
+        log_probs_R = logits_RW.gather(-1, rows_R1)[:, 0] - torch.logsumexp(logits_RW, dim=-1)
+        return log_probs_R.exp().tolist()
 
     def commit(self, slot: int, num_valid_tokens: int) -> None:
         """Forget what was written past the committed tokens; the last committed one is always fed again or first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,10 @@ class ProposalTask:
     sampling: SamplingParams
     seed: int
     num_tokens: int
+    stop_below: float = 0.0
+    """Stop after keeping a token once the chance that all tokens so far are accepted falls below this; 0 never stops."""
+    acceptance_of: Callable[[float], float] = lambda confidence: confidence
+    """Chance that a token is accepted, from the draft's own probability of it."""
 
 
 class Proposer(Protocol):

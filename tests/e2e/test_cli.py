@@ -39,7 +39,7 @@ def generate(model, *arguments, **environment):
 def test_generate_gives_the_same_answer_with_and_without_a_draft(model_folder):
     answers = [
         json.loads(generate(model_folder, "--dtype", "float32", "--json", *options).stdout)
-        for options in (["--draft", "none"], [], ["--draft", model_folder])
+        for options in (["--draft", "none"], [], ["--draft", model_folder, "--num-speculative-tokens", 3])
     ]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] == answers[2]["token_ids"]
     assert [answer["draft_version"] for answer in answers] == ["none", "untrained", str(model_folder)]
@@ -51,7 +51,9 @@ def test_generate_prints_only_the_text_on_standard_output(model_folder):
     result = generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7)
     assert result.returncode == 0
     again = generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, "--draft", "none", "--dtype", "float32")
-    assert generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, "--dtype", "float32").stdout == again.stdout
+    assert (
+        generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, "--dtype", "float32").stdout == again.stdout
+    )
     assert "thread" in result.stderr
 
 
@@ -61,6 +63,7 @@ def test_generate_prints_only_the_text_on_standard_output(model_folder):
         (["--max-tokens", "0"], ["max_tokens"]),
         (["--temperature", "-1"], ["temperature"]),
         (["--draft", "nothing-there"], ["no draft 'nothing-there'"]),
+        (["--num-speculative-tokens", "99"], ["num_speculative_tokens"]),
         (["--dtype", "int3"], ["dtype"]),
         (["--max-tokens", "9999"], ["limit of 512"]),
     ],
@@ -138,7 +141,23 @@ def test_bench_speed_prints_one_object(model_folder, tmp_path):
     assert figures["V"][0] == 1.0
     for name in ("plain", "speculative", "transformers"):
         assert figures[f"{name}_tokens_per_second"] > 0
-    plain = livedraft(*("bench", "speed", "--model", model_folder, "--prompts", path, "--limit", 2, "--max-tokens", 4, "--json", "--draft", "none"))
+    plain = livedraft(
+        *(
+            "bench",
+            "speed",
+            "--model",
+            model_folder,
+            "--prompts",
+            path,
+            "--limit",
+            2,
+            "--max-tokens",
+            4,
+            "--json",
+            "--draft",
+            "none",
+        )
+    )
     assert json.loads(plain.stdout)["speculative_tokens_per_second"] is None
 
 

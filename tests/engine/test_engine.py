@@ -179,3 +179,24 @@ def test_any_schedule_gives_each_request_what_it_gets_alone(schedule, num_slots,
             alone, [request(list(state.request.prompt_token_ids), max_tokens=state.request.sampling.max_tokens)]
         )
         assert state.output_token_ids == again[0]
+
+
+def test_batched_greedy_verdicts_equal_the_slow_twin(monkeypatch):
+    """A greedy round takes one argmax for all rows; judging each request by `verify` gives the same."""
+    from livedraft.speculation.verify import verify
+
+    served = engine(TARGET, draft_model(perturbed_draft(MODEL, noise=0.04), TARGET), k=4)
+    fast, compared = served._verdicts, []
+
+    def both(entries, proposals, target_logits):
+        verdicts = fast(entries, proposals, target_logits)
+        for entry, proposal, logits, verdict in zip(entries, proposals, target_logits, verdicts):
+            if verdict is not None:
+                slow = verify(logits, proposal, entry.state.request.sampling, 0, 0)
+                assert slow == verdict
+                compared.append(verdict.num_accepted)
+        return verdicts
+
+    monkeypatch.setattr(served, "_verdicts", both)
+    serve(served, [request(p, i) for i, p in enumerate(PROMPTS)])
+    assert len(set(compared)) >= 3

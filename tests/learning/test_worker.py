@@ -47,9 +47,7 @@ def worker(state, **settings):
 def serve_into(state, count, first=0):
     version = Registry(state).in_service("default").id
     traces = [
-        dataclasses.replace(
-            trace, draft_version=version, conversation_key=conversation_key([first + n], b"key")
-        )
+        dataclasses.replace(trace, draft_version=version, conversation_key=conversation_key([first + n], b"key"))
         for n, trace in enumerate(served_traces(count, first=first))
     ]
     TraceStore(state).append(traces)
@@ -152,7 +150,9 @@ def test_it_steps_aside_between_micro_batches_while_serving_is_busy(state, monke
 
     slept = []
     made = worker(state)
-    monkeypatch.setattr(room.time, "sleep", lambda seconds: (slept.append(seconds), made._yield_flag.__setitem__(0, len(slept) < 3)))
+    monkeypatch.setattr(
+        room.time, "sleep", lambda seconds: (slept.append(seconds), made._yield_flag.__setitem__(0, len(slept) < 3))
+    )
     made._yield_flag[0] = 1
     made._between()
     assert len(slept) == 3

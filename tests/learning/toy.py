@@ -5,7 +5,7 @@ from __future__ import annotations
 from livedraft.config import LearningConfig
 from livedraft.drafts.weights import DraftWeights, draft_from_target
 from livedraft.learning.trainer import Trainer
-from livedraft.models.load import HEAD, EMBEDDING, LoadedModel
+from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
 from livedraft.records import Trace
 from tests.tiny import decoder, draft_model, engine, random_model, request, serve
 

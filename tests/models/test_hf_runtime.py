@@ -39,7 +39,7 @@ def test_logits_rewind_and_batches(name):
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids])).logits[0]
     rows = list(range(12))
-    served.forward(token_ids[:8] + [60, 61, 62, 63], rows, [1] * 12, [])  # four tokens too many in slot 1
+    served.forward([*token_ids[:8], 60, 61, 62, 63], rows, [1] * 12, [])  # four tokens too many in slot 1
     # Slot 1 is rewound to 8 while slot 0 is written whole, in one call.
     logits = served.forward(
         token_ids + token_ids[8:], [*range(20), *range(8, 20)], [0] * 20 + [1] * 12, [19, 20, 31]
@@ -67,7 +67,7 @@ def test_recurrent_and_encoder_decoder_models_are_refused_with_the_reason():
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     ).eval()
-    with pytest.raises(UserError, match="MambaForCausalLM .*recurrent|cannot be cropped"):
+    with pytest.raises(UserError, match=r"MambaForCausalLM .*recurrent|cannot be cropped"):
         runtime(mamba)
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -79,5 +79,5 @@ def test_recurrent_and_encoder_decoder_models_are_refused_with_the_reason():
 def test_a_model_whose_replay_differs_is_refused(monkeypatch):
     """The self-test, not a list of names, decides: a cache that ignores crop is caught."""
     monkeypatch.setattr(transformers.DynamicCache, "crop", lambda self, length: None)
-    with pytest.raises(UserError, match="logits differ|cannot be cropped"):
+    with pytest.raises(UserError, match=r"logits differ|cannot be cropped"):
         runtime(tiny("gpt_neox"))

@@ -55,7 +55,7 @@ def test_each_wrong_tensor_is_named(tmp_path, change, words):
 def test_damaged_and_missing_files_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="No model at"):
         load_model(tmp_path / "nowhere", torch.float32)
-    with pytest.raises(UserError, match="has no config.json"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         load_model(tmp_path, torch.float32)
     write_hf_folder(tmp_path, TINY, random_tensors(TINY))
     weights = tmp_path / "model.safetensors"

@@ -5,6 +5,7 @@ import pytest
 from livedraft.speculation.draft_length import (
     PROBE_INTERVAL,
     CostModel,
+    DraftLength,
     DraftLengthPolicy,
     expected_tokens,
 )
@@ -60,16 +61,16 @@ def test_learns_from_verdicts_and_positions_after_a_rejection_say_nothing():
 
 def test_zero_is_chosen_probed_and_left_again():
     policy = DraftLengthPolicy(costs(c=0.3), max_tokens=4, prior=0.01)
-    chosen = [policy.choose(1) for _ in range(3 * PROBE_INTERVAL)]
+    chosen = [policy.choose(1).k for _ in range(3 * PROBE_INTERVAL)]
     assert sorted(set(chosen)) == [0, 2]
     assert chosen.count(2) == 3
     policy.set_prior(0.7)  # a better version came into service
-    assert policy.choose(1) > 0
+    assert policy.choose(1).k > 0
 
 
 def test_fixed_length_is_kept():
     policy = DraftLengthPolicy(costs(c=9.0), max_tokens=8, fixed=5, prior=0.0)
-    assert [policy.choose(1) for _ in range(3)] == [5, 5, 5]
+    assert [policy.choose(1) for _ in range(3)] == [DraftLength(k=5)] * 3
 
 
 def test_cost_curve_is_interpolated_and_never_falls_below_one_row():
@@ -91,3 +92,24 @@ def test_stats_are_the_designs_words():
     assert stats.mean_acceptance_length == 1 + 2 / 2
     assert stats.block_efficiency == 5 / 3
     assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
+
+
+def test_drafting_goes_on_while_one_more_token_is_worth_its_cost():
+    """Dearer steps stop earlier, and the threshold is the break-even of the definition."""
+    cheap, dear = (DraftLengthPolicy(costs(c), max_tokens=8, prior=0.6).choose(1) for c in (0.02, 0.1))
+    assert cheap.k == dear.k == 8
+    assert 0 < cheap.stop_below < dear.stop_below < 1
+    policy = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6)
+    best = policy.best(1)
+    rate = expected_tokens([0.6] * 8, best) / (0.1 * best + 1.0)
+    assert dear.stop_below == pytest.approx(0.1 * rate / 0.6)
+
+
+def test_confidence_is_calibrated_by_verdicts():
+    """A draft that says 0.95 and is right half the time is believed at first, then no more."""
+    policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.5)
+    assert policy.acceptance_of(0.95) == pytest.approx(0.95)
+    for number in range(300):
+        policy.record(1, number % 2, [0.95])
+    assert policy.acceptance_of(0.95) == pytest.approx(0.5, abs=0.05)
+    assert policy.acceptance_of(0.15) == pytest.approx(0.15)
