@@ -66,6 +66,8 @@ class LearningConfig:
     """New requests gathered for one optimiser step (OSD's interval I, paper section 4)."""
     replay_per_new: int = 3
     """Old requests mixed in for each new one."""
+    averaging: float = 0.95
+    """Decay of the running average of the weights that candidates are made of; 0 offers the newest weights."""
     max_passes: int = 4
     """At most this many copies of one prompt ever train."""
     traces_per_candidate: int = 12
@@ -83,6 +85,7 @@ class LearningConfig:
     def __post_init__(self) -> None:
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
         _require(self.positions in ("all", "rejected"), f"positions must be all or rejected, got {self.positions!r}.")
         for name in (
             "traces_per_chunk",

@@ -16,6 +16,7 @@ from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
         (SpeculationConfig, {"draft_vocabulary_size": 0}),
         (LearningConfig, {"loss": "mse"}),
         (LearningConfig, {"learning_rate": 0}),
+        (LearningConfig, {"averaging": 1.0}),
         (LearningConfig, {"positions": "some"}),
         (LearningConfig, {"traces_per_chunk": 0}),
         (LearningConfig, {"traces_per_candidate": 0}),

@@ -5,7 +5,9 @@ One optimiser step (`Trainer.step`):
   2. run the draft's layers over prompt + output, teacher-forced (`run_layers`, the serving code, with autograd);
   3. logits only at the output positions, in chunks of rows;
   4. the loss against the target's own distribution at each position;
-  5. one AdamW step on the mean over all positions of all micro-batches.
+  5. one AdamW step on the mean over all positions of all micro-batches;
+  6. the running average of the weights follows. Candidates are averages: at a constant rate on a stream the newest weights
+     jump about, and their average is better by .03 to .09 in alpha (docs/experiments.md).
 
 Legend: B sequences, T tokens, N loss positions, H heads, G key-value heads, E head width, D width, W draft vocabulary,
 V target vocabulary, K teacher tokens.
@@ -78,6 +80,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
         )
+        self.averaged = {name: tensor.clone() for name, tensor in draft.tensors.items()}
         self._set_vocabulary(draft.draft_to_target_W)
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -100,6 +103,10 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
+        # A short memory at first, or the average would cling to the untrained start.
+        decay = min(self.config.averaging, (1 + self.num_steps) / (4 + self.num_steps))
+        for name, parameter in self.parameters.items():
+            self.averaged[name].lerp_(parameter.detach(), 1.0 - decay)
         return StepReport(
             loss=loss_sum / total_positions,
             alpha=alpha_sum / total_positions,
@@ -139,9 +146,9 @@ class Trainer:
     def score(
         self, examples: Sequence[Example], draft: DraftWeights | None = None, between: Callable[[], None] = lambda: None
     ) -> list[Score]:
-        """Acceptance of each example under the given draft, or under the copy in training. In the order given."""
-        weights = self._weights() if draft is None else self._weights_of(draft)
-        lookup_V = self.target_to_draft_V if draft is None else self._lookup(draft.draft_to_target_W)
+        """Acceptance of each example under the given draft, or under what `snapshot` would give. In the order given."""
+        draft = draft or DraftWeights(tensors=self.averaged, draft_to_target_W=self.draft_to_target_W)
+        weights, lookup_V = self._weights_of(draft), self._lookup(draft.draft_to_target_W)
         scores: dict[int, Score] = {}
         order = {id(example): index for index, example in enumerate(examples)}
         with torch.no_grad(), self._autocast():
@@ -165,13 +172,18 @@ class Trainer:
         head = self.parameters["head"]
         old_rows_W = self.target_to_draft_V[new_W]
         is_known_W = old_rows_W >= 0
-        new_head_WD = self.head_VD[new_W].clone()
-        new_head_WD[is_known_W] = head.detach()[old_rows_W[is_known_W]]
-        new_parameter = new_head_WD.requires_grad_()
+
+        def carried(head_WD: torch.Tensor) -> torch.Tensor:
+            new_head_WD = self.head_VD[new_W].clone()
+            new_head_WD[is_known_W] = head_WD[old_rows_W[is_known_W]]
+            return new_head_WD
+
+        self.averaged["head"] = carried(self.averaged["head"])
+        new_parameter = carried(head.detach()).requires_grad_()
         state = self.optimizer.state.pop(head, None)
         if state is not None:
             for name in ("exp_avg", "exp_avg_sq"):
-                moments_WD = torch.zeros_like(new_head_WD, requires_grad=False)
+                moments_WD = torch.zeros_like(new_parameter, requires_grad=False)
                 moments_WD[is_known_W] = state[name][old_rows_W[is_known_W]]
                 state[name] = moments_WD
             self.optimizer.state[new_parameter] = state
@@ -181,8 +193,8 @@ class Trainer:
         self._set_vocabulary(new_W)
 
     def snapshot(self) -> DraftWeights:
-        """A copy of the weights as they are now."""
-        tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        """A copy of the averaged weights as they are now."""
+        tensors = {name: tensor.clone() for name, tensor in self.averaged.items()}
         return DraftWeights(tensors=tensors, draft_to_target_W=self.draft_to_target_W.clone())
 
     def _set_vocabulary(self, draft_to_target_W: torch.Tensor) -> None:

@@ -115,9 +115,11 @@ def test_vocabulary_change_carries_rows_and_optimiser_state(examples):
     made = float32(trainer(draft=one_layer_draft(num_tokens=20)))
     made.step(examples[:6])
     head, state = made.parameters["head"].detach().clone(), made.optimizer.state[made.parameters["head"]]
-    moments = state["exp_avg"].clone()
+    moments, averaged = state["exp_avg"].clone(), made.averaged["head"].clone()
     made.change_vocabulary([*range(10, 20), 40, 50])
     new_state = made.optimizer.state[made.parameters["head"]]
+    assert torch.equal(made.averaged["head"][:10], averaged[10:20])
+    assert torch.equal(made.averaged["head"][11], MODEL.tensors["lm_head.weight"][50])
     assert made.draft_to_target_W.tolist() == [*range(10, 20), 40, 50]
     assert torch.equal(made.parameters["head"][:10], head[10:20])
     assert torch.equal(new_state["exp_avg"][:10], moments[10:20])
@@ -127,11 +129,18 @@ def test_vocabulary_change_carries_rows_and_optimiser_state(examples):
     assert not torch.equal(made.parameters["head"][10], MODEL.tensors["lm_head.weight"][40])
 
 
-def test_snapshot_is_a_copy(examples):
-    made = trainer()
-    snapshot = made.snapshot()
+def test_snapshot_is_a_copy_of_the_running_average(examples):
+    made = trainer(averaging=0.5)
+    start = made.snapshot().tensors["head"]
     made.step(examples[:6])
-    assert not torch.equal(snapshot.tensors["head"], made.parameters["head"])
+    first = made.parameters["head"].detach().clone()
+    once = made.snapshot().tensors["head"]
+    assert torch.allclose(once, 0.4 * start + 0.6 * first, atol=1e-6)  # a short memory at first: 2 / 5
+    made.step(examples[:6])
+    assert torch.allclose(made.snapshot().tensors["head"], 0.5 * once + 0.5 * made.parameters["head"], atol=1e-6)
+    newest = trainer(averaging=0.0)
+    newest.step(examples[:6])
+    assert torch.equal(newest.snapshot().tensors["head"], newest.parameters["head"])
 
 
 def test_training_leaves_the_draft_it_started_from_alone(examples):
