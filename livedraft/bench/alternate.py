@@ -22,6 +22,12 @@ class Timing:
     num_tokens: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
+    def extend(self, later: Timing) -> None:
+        """Append another run's rounds over the same prompts; its outputs replace the older ones."""
+        self.seconds += later.seconds
+        self.num_tokens += later.num_tokens
+        self.outputs = later.outputs
+
     def speeds(self) -> list[float]:
         """Tokens a second of each round: all its tokens by all its seconds."""
         return [sum(tokens) / sum(seconds) for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)]

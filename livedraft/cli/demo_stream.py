@@ -31,10 +31,10 @@ _SITUATIONS = (
     "My {plant} stands {place} and has {problem}. I water it every {days} days.",
     "The {plant} that my {giver} gave me has {problem}. It stands {place} and gets water every {days} days.",
 )
-_WISHES = (
-    "Write a short answer with the likely cause and three steps to take.",
-    "Name the likely cause and give three steps that help.",
-)
+_WISHES = {  # how many in four ask so
+    "Name the likely cause and give three steps that help.": 3,
+    "Explain in plain words what is going on with this plant.": 1,
+}
 
 
 def plant_shop_prompts(count: int, seed: int) -> list[str]:
@@ -52,7 +52,8 @@ def plant_shop_prompts(count: int, seed: int) -> list[str]:
             days=generator.randint(2, 14),
             giver=generator.choice(givers),
         )
-        prompt = f"A customer of our plant shop writes: {situation} {generator.choice(_WISHES)}"
+        wish = generator.choices(list(_WISHES), weights=list(_WISHES.values()))[0]
+        prompt = f"A customer of our plant shop writes: {situation} {wish}"
         prompts[prompt] = None
     return list(prompts)
 
