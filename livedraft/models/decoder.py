@@ -104,6 +104,19 @@ def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
     return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension.
+
+    torch's CPU kernel is a chain of nine small operations. Serving runs 61 of them a pass, so there it is five; training
+    keeps `F.rms_norm`, the slow twin, which knows its gradient.
+    """
+    if not torch.is_inference_mode_enabled():
+        return F.rms_norm(x, weight.shape, weight, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * weight).mul_(scale)  # in place: the float32 scale does not widen a bf16 result
+
+
 def run_layers(
     hidden_ND: torch.Tensor,
     positions_N: torch.Tensor,
@@ -116,20 +129,20 @@ def run_layers(
     H, G, E, eps = config.num_heads, config.num_kv_heads, config.head_width, config.norm_eps
     cos_N1E, signed_sin_N1E = rotary.cos_T1E[positions_N], rotary.signed_sin_T1E[positions_N]
     for index, layer in enumerate(layers):
-        normed_ND = F.rms_norm(hidden_ND, (config.width,), layer.attention_norm_D, eps)
+        normed_ND = rms_norm(hidden_ND, layer.attention_norm_D, eps)
         qkv_NXE = layer.query_key_value(normed_ND).view(-1, H + 2 * G, E)
         values_NGE = qkv_NXE[:, H + G :]
         if layer.query_norm_E is None:
             rotated_NXE = rotary.rotate(qkv_NXE[:, : H + G], cos_N1E, signed_sin_N1E)
             queries_NHE, keys_NGE = rotated_NXE[:, :H], rotated_NXE[:, H:]
         else:
-            queries_NHE = F.rms_norm(qkv_NXE[:, :H], (E,), layer.query_norm_E, eps)
-            keys_NGE = F.rms_norm(qkv_NXE[:, H : H + G], (E,), layer.key_norm_E, eps)
+            queries_NHE = rms_norm(qkv_NXE[:, :H], layer.query_norm_E, eps)
+            keys_NGE = rms_norm(qkv_NXE[:, H : H + G], layer.key_norm_E, eps)
             queries_NHE = rotary.rotate(queries_NHE, cos_N1E, signed_sin_N1E)
             keys_NGE = rotary.rotate(keys_NGE, cos_N1E, signed_sin_N1E)
         attended_NX = attend(index, queries_NHE, keys_NGE, values_NGE)
         hidden_ND = layer.attention_output(attended_NX, residual=hidden_ND)
-        normed_ND = F.rms_norm(hidden_ND, (config.width,), layer.feed_forward_norm_D, eps)
+        normed_ND = rms_norm(hidden_ND, layer.feed_forward_norm_D, eps)
         gate_NF, up_NF = layer.gate_up(normed_ND).chunk(2, dim=-1)
         hidden_ND = layer.down(F.silu(gate_NF) * up_NF, residual=hidden_ND)
     return hidden_ND
@@ -201,7 +214,7 @@ class Decoder:
             return StepOutput(logits_RV=hidden_ND.new_empty(0, self.weights.head.weight.shape[0], dtype=torch.float32))
         if len(logit_rows_R) != len(token_ids_N):
             hidden_ND = hidden_ND[torch.tensor(logit_rows_R, device=self.device)]
-        hidden_RD = F.rms_norm(hidden_ND, (self.config.width,), self.weights.final_norm_D, self.config.norm_eps)
+        hidden_RD = rms_norm(hidden_ND, self.weights.final_norm_D, self.config.norm_eps)
         return StepOutput(logits_RV=self.weights.head(hidden_RD).float(), hidden_RD=hidden_RD)
 
     def _attend_over_cache(self, segments: list[Segment], positions_N: torch.Tensor, slots_N: list[int]) -> Attend:
@@ -260,9 +273,13 @@ class Decoder:
         mask_BnT.masked_fill_(~visible_BnT, -torch.inf)
         # Query heads that share a key-value head are folded into the rows: [B, 1, (H/G) * n, T].
         group.mask = mask_BnT.repeat(1, self.config.num_query_heads_per_kv, 1).unsqueeze(1)
-        if len(segments) > 1:
+        counts = [s.num_rows for s in segments]
+        is_contiguous = all(s.first_row == segments[0].first_row + n * index for index, s in enumerate(segments))
+        if counts == [n] * len(segments) and is_contiguous:
+            group.rows = slice(segments[0].first_row, segments[0].first_row + n * len(segments))
+        else:
             starts_B = torch.tensor([s.first_row for s in segments], device=self.device)
-            counts_B = torch.tensor([s.num_rows for s in segments], device=self.device)
+            counts_B = torch.tensor(counts, device=self.device)
             is_real_Bn = offset_n < counts_B[:, None]
             rows_Bn = starts_B[:, None] + torch.minimum(offset_n, counts_B[:, None] - 1)
             group.pad_rows = rows_Bn.reshape(-1)
@@ -281,6 +298,10 @@ def _attend_group(
     H, E = queries_NHE.shape[1:]
     n = group.num_rows_each
     queries = queries_NHE[group.rows] if group.pad_rows is None else queries_NHE[group.pad_rows]
+    if n == 1:  # the common case of plain decoding and drafting: no rows to fold, only views
+        folded_BGXE = queries.reshape(B, G, H // G, E)
+        attended = F.scaled_dot_product_attention(folded_BGXE, keys_BGTE, values_BGTE, attn_mask=group.mask)
+        return attended.reshape(B, H * E)
     folded_BGXE = queries.reshape(B, n, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
     attended = F.scaled_dot_product_attention(folded_BGXE, keys_BGTE, values_BGTE, attn_mask=group.mask)
     attended = attended.view(B, G, H // G, n, E).permute(0, 3, 1, 2, 4).reshape(B * n, H * E)
