@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from livedraft.device import ExecutionPath
 from livedraft.models.config import ModelConfig
-from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear, PackedLinear
+from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, PackedGatedLinear, PackedLinear
 from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
 from livedraft.records import UserError
 
@@ -86,7 +86,7 @@ def decoder_weights(
 ) -> DecoderWeights:
     """The draft as weights of the shared decoder. With dtype float32 and no packing the tensors are shared, not copied:
     the trainer's parameters pass straight through."""
-    make = PackedLinear if is_prepacked else Linear
+    make, make_gated = (PackedLinear, PackedGatedLinear) if is_prepacked else (Linear, GatedLinear)
 
     def get(name: str) -> torch.Tensor:
         return draft.tensors[name].to(device, dtype)
@@ -106,7 +106,7 @@ def decoder_weights(
                 query_key_value=linear(prefix + "query_key_value"),
                 attention_output=linear(prefix + "attention_output"),
                 feed_forward_norm_D=get(prefix + "feed_forward_norm"),
-                gate_up=linear(prefix + "gate_up"),
+                gate_up=make_gated(get(prefix + "gate_up.weight")),
                 down=linear(prefix + "down"),
                 query_norm_E=optional(prefix + "query_norm"),
                 key_norm_E=optional(prefix + "key_norm"),

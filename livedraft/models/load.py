@@ -19,7 +19,7 @@ import torch
 from livedraft.device import ExecutionPath
 from livedraft.gguf_file import read_gguf
 from livedraft.models.config import ModelConfig, config_from_gguf, config_from_hf
-from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear, PackedLinear
+from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, PackedGatedLinear, PackedLinear
 from livedraft.records import UserError
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -211,10 +211,13 @@ def _dequantised(entry: Any, num_interleaved_heads: int) -> torch.Tensor:
 def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
     """All layers and the head, on the execution path's device and in its layout."""
     config, tensors = model.config, model.tensors
-    make = PackedLinear if path.is_prepacked else Linear
+    make, make_gated = (PackedLinear, PackedGatedLinear) if path.is_prepacked else (Linear, GatedLinear)
+
+    def joined(*names: str) -> torch.Tensor:
+        return torch.cat([tensors[f"{name}.weight"] for name in names]).to(path.device)
 
     def linear(*names: str) -> Linear:
-        weight = torch.cat([tensors[f"{name}.weight"] for name in names]).to(path.device)
+        weight = joined(*names)
         has_bias = f"{names[0]}.bias" in tensors
         return make(
             weight, torch.cat([tensors[f"{name}.bias"] for name in names]).to(path.device) if has_bias else None
@@ -234,7 +237,7 @@ def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
                 query_key_value=linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
                 attention_output=linear(attention + "o_proj"),
                 feed_forward_norm_D=vector("post_attention_layernorm.weight"),
-                gate_up=linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj"),
+                gate_up=make_gated(joined(prefix + "mlp.gate_proj", prefix + "mlp.up_proj")),
                 down=linear(prefix + "mlp.down_proj"),
                 query_norm_E=vector("self_attn.q_norm.weight") if config.has_qk_norm else None,
                 key_norm_E=vector("self_attn.k_norm.weight") if config.has_qk_norm else None,

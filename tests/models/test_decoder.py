@@ -3,7 +3,7 @@ import torch
 
 from livedraft.bench.reference import transformers_model
 from livedraft.device import cpu_has_bf16_instructions
-from livedraft.models.decoder import Linear, PackedLinear
+from livedraft.models.decoder import GatedLinear, Linear, PackedGatedLinear, PackedLinear, rms_norm
 from livedraft.models.kv_cache import split_into_segments
 from tests.tiny import FAMILIES, PROMPTS, VOCABULARY_SIZE, decoder, random_model
 
@@ -91,6 +91,27 @@ def test_packed_linear_equals_its_slow_twin(num_rows, has_bias):
         for extra in (None, residual):
             slow, fast = Linear(weight, bias)(x, extra), PackedLinear(weight, bias)(x, extra)
             assert torch.allclose(slow.float(), fast.float(), rtol=2e-2, atol=0.15)
+
+
+@pytest.mark.skipif(not cpu_has_bf16_instructions(), reason="the packed path is chosen only on CPUs with bf16")
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_packed_gate_equals_its_slow_twin(num_rows):
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, 96).bfloat16(), 0.1 * torch.randn(128, 96).bfloat16()
+    with torch.inference_mode():
+        slow, fast = GatedLinear(weight)(x), PackedGatedLinear(weight)(x)
+    assert fast.shape == (num_rows, 64)
+    assert torch.allclose(slow.float(), fast.float(), rtol=3e-2, atol=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_fast_norm_equals_its_slow_twin(dtype, tolerance):
+    x, weight = torch.randn(5, 96).to(dtype), (1 + 0.1 * torch.randn(96)).to(dtype)
+    slow = rms_norm(x, weight, 1e-5)
+    with torch.inference_mode():
+        fast = rms_norm(x, weight, 1e-5)
+    assert fast.dtype is dtype
+    assert torch.allclose(slow.float(), fast.float(), rtol=tolerance, atol=tolerance)
 
 
 def test_batch_order_of_prompts_does_not_matter():
