@@ -254,25 +254,38 @@ class Decoder:
         if short:
             groups.append(self._plan_group(short))
         X = self.config.num_heads * self.config.head_width
-        only = segments[0] if len(segments) == 1 else None
-        slots = None if only else torch.tensor(slots_N, device=self.device)
+        if len(segments) == 1:
+            return self._attend_one_segment(segments[0], groups[0])
+        slots = torch.tensor(slots_N, device=self.device)
 
         def attend(
             layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
         ) -> torch.Tensor:
             keys_SGTE, values_SGTE = cache.keys[layer], cache.values[layer]
-            if only is not None:
-                span = slice(only.first_position, only.length)
-                keys_SGTE[only.slot, :, span] = keys_NGE.transpose(0, 1)
-                values_SGTE[only.slot, :, span] = values_NGE.transpose(0, 1)
-                return _attend_group(groups[0], queries_NHE, keys_SGTE, values_SGTE)
             keys_SGTE[slots, :, positions_N] = keys_NGE
             values_SGTE[slots, :, positions_N] = values_NGE
             attended_NX = queries_NHE.new_empty(queries_NHE.shape[0], X)
             for group in groups:
                 rows = group.rows if group.unpad_rows is None else group.unpad_rows
-                attended_NX[rows] = _attend_group(group, queries_NHE, keys_SGTE, values_SGTE)
+                keys_BGTE, values_BGTE = (x[group.slots][:, :, : group.length] for x in (keys_SGTE, values_SGTE))
+                attended_NX[rows] = _attend_group(group, queries_NHE, keys_BGTE, values_BGTE)
             return attended_NX
+
+        return attend
+
+    def _attend_one_segment(self, segment: Segment, group: _AttentionGroup) -> Attend:
+        """The common case of batch 1, with every layer's slices made beforehand."""
+        slot = slice(segment.slot, segment.slot + 1)
+        written = self.cache.views(slot, slice(segment.first_position, segment.length))
+        seen = self.cache.views(slot, slice(0, segment.length))
+
+        def attend(
+            layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
+        ) -> torch.Tensor:
+            new_keys_1GNE, new_values_1GNE = written[layer]
+            new_keys_1GNE.copy_(keys_NGE.transpose(0, 1))
+            new_values_1GNE.copy_(values_NGE.transpose(0, 1))
+            return _attend_group(group, queries_NHE, *seen[layer])
 
         return attend
 
@@ -318,11 +331,9 @@ class Decoder:
 
 
 def _attend_group(
-    group: _AttentionGroup, queries_NHE: torch.Tensor, keys_SGTE: torch.Tensor, values_SGTE: torch.Tensor
+    group: _AttentionGroup, queries_NHE: torch.Tensor, keys_BGTE: torch.Tensor, values_BGTE: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of one group's rows over its slots; returns [rows, H * E] in row order."""
-    keys_BGTE = keys_SGTE[group.slots][:, :, : group.length]
-    values_BGTE = values_SGTE[group.slots][:, :, : group.length]
+    """Attention of one group's rows over its slots' keys and values; returns [rows, H * E] in row order."""
     B, G = keys_BGTE.shape[:2]
     H, E = queries_NHE.shape[1:]
     n = group.num_rows_each

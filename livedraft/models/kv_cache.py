@@ -28,11 +28,17 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, max_length, head_width)
         # zeros, not empty: a masked NaN would still poison 0 * NaN. The kernel hands out zero pages lazily, so
         # memory is used only as positions are written.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (num_layers, 2, num_slots, num_kv_heads, max_length, head_width)
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = self._storage[:, 0].unbind(0)
+        self.values = self._storage[:, 1].unbind(0)
+
+    def views(self, slots: slice, positions: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(keys, values) [slots, G, positions, E] of every layer: views, all made in two calls, because slicing in every
+        layer of every pass costs more than the attention itself."""
+        return list(zip(*(part.unbind(0) for part in self._storage[:, :, slots, :, positions].unbind(1)), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
