@@ -16,8 +16,12 @@ def _require(condition: bool, sentence: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    max_num_seqs: int = 8
-    """Requests decoded together; each holds one KV slot."""
+    max_num_seqs: int = 16
+    """Most requests decoded together; each holds one KV slot. Fewer where kv_cache_gb does not hold that many."""
+    num_prefix_slots: int = 4
+    """Slots that keep what finished requests wrote, for requests that begin alike (chat turns, system prompts)."""
+    kv_cache_gb: float | None = None
+    """Memory budget of all KV slots, target and draft, in GiB; None is half of what the machine has free."""
     max_model_len: int = 2048
     """Longest prompt plus output, in tokens. KV memory grows with it only as it is used."""
     prefill_token_budget: int = 256
@@ -25,6 +29,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}.")
+        _require(self.num_prefix_slots >= 0, f"num_prefix_slots must not be negative, got {self.num_prefix_slots}.")
+        _require(
+            self.kv_cache_gb is None or self.kv_cache_gb > 0, f"kv_cache_gb must be above 0, got {self.kv_cache_gb}."
+        )
         _require(self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}.")
         _require(
             self.prefill_token_budget >= 1, f"prefill_token_budget must be at least 1, got {self.prefill_token_budget}."

@@ -61,3 +61,13 @@ def num_available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int:
+    """What can be allocated without swapping; half of the machine's memory where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return kilobytes * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

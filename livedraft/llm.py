@@ -12,15 +12,21 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
-from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
+from livedraft.device import (
+    ExecutionPath,
+    available_memory_bytes,
+    choose_execution_path,
+    num_available_cores,
+    use_threads,
+)
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import (
     DraftWeights,
@@ -32,6 +38,8 @@ from livedraft.drafts.weights import (
     serving_weights,
 )
 from livedraft.engine.engine import Engine
+from livedraft.engine.loop import EngineLoop
+from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.swap import SwapWatcher
 from livedraft.events import Events
@@ -44,7 +52,7 @@ from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, Request, SamplingParams, UserError
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
-from livedraft.tokenizer import Message, Tokenizer, load_tokenizer
+from livedraft.tokenizer import Message, TextStream, Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Plain text, chat messages (the model's template is applied), or token ids."""
@@ -103,14 +111,16 @@ class LLM:
         opened = open_model(model_path, self.path)
         self.target_fingerprint = opened.fingerprint
         self.tokenizer = _tokenizer_of(model_path, opened)
-        self._engine_config = _within_model(engine or EngineConfig(), opened.max_positions)
+        config = _within_model(engine or EngineConfig(), opened.max_positions)
+        self._engine_config = _within_memory(config, opened, self.path, self._speculation, self.events)
+        self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
         self._state_lock: TextIO | None = None
         self.state = None if state is None else Path(state)
         if self.state is not None:
             self._state_lock = _lock(self.state)
         self.registry = None if self.state is None else Registry(self.state)
         self._target = opened.runtime(
-            self.path, num_slots=self._engine_config.max_num_seqs, max_length=self._engine_config.max_model_len
+            self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
         )
         self._untrained = self._make_untrained(opened, draft)
         resident = self._first_draft(draft)
@@ -125,7 +135,9 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             target_fingerprint=self.target_fingerprint,
             trace_sink=self.capture.offer if self.capture else None,
+            text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
+        self._loop: EngineLoop | None = None
         self.swap: SwapWatcher | None = None
         self.trainer: TrainerProcess | None = None
         if self._learns and self.state is not None and self.registry is not None:
@@ -159,23 +171,35 @@ class LLM:
     ) -> list[RequestOutput]:
         """Serve one prompt or several together; outputs in the prompts' order. `store=False` keeps them from learning.
 
-        Raises ValueError for a prompt that is empty or too long; then none of them is served.
+        Raises ValueError for a prompt that is empty or too long, and RuntimeError once `loop` owns the engine; then none
+        of them is served.
         """
         requests = [self.request(prompt, sampling, store=store) for prompt in _as_list(prompts)]
         states = self.add(requests)
         self.run()
         return [self.output(state) for state in states]
 
-    def request(self, prompt: Prompt, sampling: SamplingParams | None = None, *, store: bool = True) -> Request:
-        """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else."""
+    def request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        store: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        id: str | None = None,
+    ) -> Request:
+        """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else.
+
+        Raises UserError for messages or tools the template does not take.
+        """
         if isinstance(prompt, str):
             token_ids, root = self.tokenizer.encode(prompt), [prompt]
-        elif prompt and isinstance(prompt[0], int):
+        elif not prompt or isinstance(prompt[0], int):
             token_ids, root = list(prompt), list(prompt)  # type: ignore[arg-type]
         else:
-            token_ids, root = self.tokenizer.encode_chat(prompt), _conversation_root(prompt)  # type: ignore[arg-type]
+            token_ids, root = self.tokenizer.encode_chat(prompt, tools), _conversation_root(prompt)  # type: ignore[arg-type]
         return Request(
-            id=f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
+            id=id or f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
             prompt_token_ids=tuple(token_ids),
             sampling=sampling or SamplingParams(),
             route=ROUTE,
@@ -183,8 +207,17 @@ class LLM:
             conversation_key=conversation_key(root, self._secret),
         )
 
+    def loop(self) -> EngineLoop:
+        """Hand the engine to a thread of its own, for a server. From then on `generate`, `add` and `run` are refused."""
+        if self._loop is None:
+            on_busy = self.trainer.set_busy if self.trainer else lambda is_busy: None
+            self._loop = EngineLoop(self.engine, num_threads=torch.get_num_threads(), on_busy=on_busy)
+        return self._loop
+
     def add(self, requests: Iterable[Request]) -> list[RequestState]:
         """Queue requests, all or none."""
+        if self._loop is not None:
+            raise RuntimeError("The engine belongs to its loop now; send requests through loop().submit.")
         requests = list(requests)
         for request in requests:
             self.engine.check(request)
@@ -205,8 +238,13 @@ class LLM:
 
     def output(self, state: RequestState) -> RequestOutput:
         assert state.finish_reason is not None
+        if state.error is not None:
+            raise RuntimeError(state.error)
+        has_stop_token = state.finish_reason == "stop" and not isinstance(state.stop_reason, str)
+        text_token_ids = state.output_token_ids[:-1] if has_stop_token else state.output_token_ids
+        stream = TextStream(self.tokenizer, state.request.sampling.stop)
         return RequestOutput(
-            text=self.tokenizer.decode(state.output_token_ids),
+            text=stream.push(text_token_ids) + stream.finish(),
             token_ids=state.output_token_ids,
             finish_reason=state.finish_reason,
             num_prompt_tokens=state.num_prompt_tokens,
@@ -250,15 +288,17 @@ class LLM:
         opened = open_model(path, self.path)
         if _tokenizer_of(path, opened).fingerprint != self.tokenizer.fingerprint:
             raise UserError(f"The tokenizer of {path} is not the target's; a draft must share the target's vocabulary.")
-        if opened.max_positions < self._target.max_length:
-            raise UserError(
-                f"The draft {path} reads {opened.max_positions} positions and max_model_len is {self._target.max_length}; "
-                "lower max_model_len."
-            )
-        runtime = opened.runtime(self.path, num_slots=self._target.num_slots, max_length=self._target.max_length)
+        max_length = min(opened.max_positions, self._target.max_length)  # longer requests decode plainly past it
+        runtime = opened.runtime(self.path, num_slots=self._target.num_slots, max_length=max_length)
         # Models of one family may pad their vocabularies differently; only tokens both have are proposed.
         shared = torch.arange(min(opened.vocabulary_size, self._target.vocabulary_size))
-        return DraftModel(runtime, shared, version=str(path), keep_logits=self._learns)
+        return DraftModel(
+            runtime,
+            shared,
+            version=str(path),
+            keep_logits=self._learns,
+            target_vocabulary_size=self._target.vocabulary_size,
+        )
 
     def _stored_draft(self, version_id: str) -> DraftWeights:
         folder = Path(version_id)
@@ -320,6 +360,8 @@ class LLM:
 
     def close(self) -> None:
         """Write queued traces, end the training process, release the state folder. Safe to call twice."""
+        if self._loop is not None:
+            self._loop.close()
         if self.swap is not None:
             self.swap.close()
             self.engine.withdraw_offer()
@@ -346,6 +388,7 @@ class Contender:
     def __init__(self, llm: LLM, draft: DraftModel | None, sampling: SamplingParams) -> None:
         self._llm, self._draft, self._sampling = llm, draft, sampling
         self._lengths = llm.engine.new_length_policy()
+        self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self.stats = SpeculationStats()
 
     @property
@@ -356,6 +399,7 @@ class Contender:
     def __call__(self, prompt: list[int]) -> list[int]:
         engine = self._llm.engine
         engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
+        engine.prefixes = self._no_reuse
         return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
 
 
@@ -388,11 +432,38 @@ def _within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
         return config
     if config.max_model_len != EngineConfig().max_model_len:
         raise ValueError(f"max_model_len is {config.max_model_len}, but the model's context ends at {max_positions}.")
-    return EngineConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_positions,
-        prefill_token_budget=config.prefill_token_budget,
+    return replace(config, max_model_len=max_positions)
+
+
+def _within_memory(
+    config: EngineConfig, opened: OpenModel, path: ExecutionPath, speculation: SpeculationConfig, events: Events
+) -> EngineConfig:
+    """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
+    if opened.native is None:
+        return config  # transformers' caches grow by themselves
+    model = opened.native.config
+    num_layers = model.num_layers + (speculation.num_draft_layers if speculation.method != "none" else 0)
+    width = 2 * model.num_kv_heads * model.head_width * torch.empty(0, dtype=path.dtype).element_size()
+    slot_bytes = num_layers * width * config.max_model_len
+    budget = available_memory_bytes() / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
+    num_slots = int(budget // slot_bytes)
+    if num_slots < 1:
+        raise UserError(
+            f"One request of {config.max_model_len} tokens needs {slot_bytes / 2**30:.2f} GiB of KV memory and the budget is "
+            f"{budget / 2**30:.2f}; lower max_model_len or raise kv_cache_gb."
+        )
+    if num_slots >= config.max_num_seqs + config.num_prefix_slots:
+        return config
+    num_prefix_slots = min(config.num_prefix_slots, num_slots // 4)
+    fitting = replace(config, max_num_seqs=num_slots - num_prefix_slots, num_prefix_slots=num_prefix_slots)
+    events.emit(
+        "slots_reduced",
+        max_num_seqs=fitting.max_num_seqs,
+        asked=config.max_num_seqs,
+        gib_a_slot=round(slot_bytes / 2**30, 3),
+        budget_gib=round(budget / 2**30, 2),
     )
+    return fitting
 
 
 def _lock(state: Path) -> TextIO:

@@ -6,8 +6,9 @@ new draft weights cross back as a `DraftVersion` in the registry.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy
@@ -18,10 +19,16 @@ TEACHER_TOP_K = 64
 """How many of the target's tokens a trace keeps at each output position."""
 DRAFT_TOP_K = 8
 """How many of the draft's tokens a trace keeps at each drafted position."""
+MAX_LOGPROBS = 20
+"""The most alternatives a request may ask for at each output position, as in OpenAI's API."""
 
 
 class UserError(Exception):
     """Something the user can mend. The message is one sentence that says what to do; the CLI prints it and nothing else."""
+
+
+class ContextTooLongError(ValueError):
+    """The prompt and the tokens asked for do not fit the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,11 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 switch those filters off. `seed` makes the request
     reproducible token for token whatever else runs (lossless rule 7).
+
+    presence_penalty and frequency_penalty count output tokens, repetition_penalty counts the prompt's too (1 is off);
+    logit_bias holds (token id, addend) pairs. They act before temperature, in that order, position by position (rule 6).
+    `stop`: strings that end the output; the text is cut before the string. `logprobs`: for every output token its raw
+    log-probability (before temperature, penalties and masks) and those of this many most likely tokens; None is none.
     """
 
     temperature: float = 0.0
@@ -38,8 +50,14 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 128
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -54,10 +72,40 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must lie in [0, 2**63), got {self.seed}.")
+        if not all(self.stop):
+            raise ValueError("stop must not hold an empty string; leave it out.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}; use 0 to switch it off.")
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise ValueError(
+                f"repetition_penalty must lie in (0, 10], got {self.repetition_penalty}; use 1 to switch it off."
+            )
+        if not all(-100.0 <= addend <= 100.0 for _, addend in self.logit_bias):
+            raise ValueError("logit_bias must lie in [-100, 100] for each token.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must lie in [0, {MAX_LOGPROBS}], got {self.logprobs}.")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class Grammar(Protocol):
+    """What the next token may be, as a state that moves along the output. One instance a request."""
+
+    def allowed_tokens(self) -> numpy.ndarray:
+        """bool, one a token id; ids past its end are not allowed."""
+
+    def advance(self, token_id: int) -> bool:
+        """Take one token; False, and nothing changes, when the grammar does not allow it."""
+
+    def retreat(self, num_tokens: int) -> None:
+        """Undo the last `num_tokens` advances."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +119,78 @@ class Request:
     store: bool = True
     conversation_key: str = ""
     """Keyed hash of the conversation's root (system and first user message); decides the held-out split."""
+    num_speculative_tokens: int | None = None
+    """At most this many drafted tokens a round for this request (0: decode plainly); None leaves it to the engine."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """What the client expects the output to be; proposed where it fits what was generated so far."""
+    grammar: Grammar | None = None
+
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one output position: the token's own, and the most likely tokens, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one round gave one request; handed over once a round. The last one has a finish_reason and the counts."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """With finish_reason "stop": the stop string or stop token that ended it; None is end-of-sequence."""
+    error: str | None = None
+    """With finish_reason "error": one sentence for the client."""
+    counts: RequestCounts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestCounts:
+    """One finished request's speculation, as the response reports it."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
+    """How many rounds with k >= 1 accepted 0, 1, 2 ... tokens."""
+    num_target_passes: int
+    num_emitted_tokens: int
+    num_prediction_tokens: int
+    num_accepted_prediction_tokens: int
+    num_cached_prompt_tokens: int
+    """Prompt tokens whose keys and values were copied from another request."""
+    draft_version: str
+    queued_seconds: float
+
+
+class Backend(Protocol):
+    """What the HTTP server needs of anything that serves: the engine in this process, or another one."""
+
+    max_model_len: int
+    vocabulary_size: int
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError with a sentence for the client when the request cannot be served."""
+
+    def submit(self, request: Request, deliver: Callable[[Update], None]) -> None:
+        """Queue a request. `deliver` is called from the backend's thread, at most once a round, and must not block."""
+
+    def cancel(self, request_id: str) -> None:
+        """The client is gone. Its slot is free from the next round on; an unknown id is ignored."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and the banner."""
+
+    def close(self) -> None:
+        """Finish or cancel what runs and free the model."""
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from livedraft.records import SamplingParams
+from livedraft.records import SamplingParams, TokenLogprobs
 
 # What a random number is for (lossless rule 7). Different purposes at one position are independent.
 DRAFT_DRAW, ACCEPT, RECOVER, SHARED_NOISE = 1, 2, 3, 4
@@ -93,3 +93,19 @@ def gumbel_noise(seed: int, positions: Sequence[int], vocabulary_size: int) -> t
         rows.append(torch.rand(vocabulary_size, generator=generator, dtype=torch.float32))
     uniform_RV = torch.stack(rows).clamp_(1e-20, 1.0 - 6e-8)
     return -(-uniform_RV.log()).log()
+
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI's API uses this number."""
+
+
+def raw_logprobs(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of the first len(token_ids) rows before temperature, filters, penalties and masks."""
+    log_probs_RV = torch.log_softmax(logits_RV[: len(token_ids)].float(), dim=-1).clamp_(min=LOWEST_LOGPROB)
+    chosen = log_probs_RV.gather(-1, torch.tensor(token_ids, device=logits_RV.device)[:, None])[:, 0].tolist()
+    top = log_probs_RV.topk(min(num_top, log_probs_RV.shape[-1]), dim=-1)
+    rows = zip(token_ids, chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token_id=token, logprob=logprob, top=tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in rows
+    ]

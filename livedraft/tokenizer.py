@@ -46,16 +46,118 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Apply the chat template and tokenise, ready for the assistant's turn. Raises UserError without a template."""
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template does anything with `tools`."""
+        template = self._hf.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        return any("tools" in text for text in texts)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Apply the chat template and tokenise, ready for the assistant's turn.
+
+        Raises UserError without a template, with `tools` it does not take, or for messages it refuses.
+        """
         if not self.has_chat_template:
             raise UserError("This model has no chat template; give a plain prompt instead of messages.")
-        return list(
-            self._hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
+        if tools and not self.takes_tools:
+            raise UserError("This model's chat template takes no tools; leave out tools.")
+        from jinja2 import TemplateError
+
+        try:
+            token_ids = self._hf.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=True,
+                return_dict=False,
+            )  # fmt: skip
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:  # what templates raise for odd messages
+            raise UserError(f"The model's chat template does not take these messages: {error}.") from error
+        return list(token_ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Without the special tokens that begin or end a prompt: for text in the middle of one."""
+        return list(self._hf.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._hf.decode(list(token_ids), skip_special_tokens=True))
+        """The whole text. `TextStream` gives the same in pieces."""
+        # Cleaning up spaces would depend on what comes next, and so on how the text is cut into pieces.
+        return str(self._hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special ones too; half a character shows as the replacement character."""
+        return str(self._hf.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        """For libraries that read the vocabulary themselves."""
+        return self._hf
+
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_TOKENS = 32
+"""No character is spread over this many tokens: text that still looks incomplete is garbage and is let through."""
+
+
+class TextStream:
+    """Tokens in, text out, in pieces that joined are the whole text, whatever the pieces.
+
+    Held back: a character whose bytes are not all there, and text that may turn out to begin a stop string. The engine
+    and the server both run one over a request's tokens, one token at a time, and so agree where it stops.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._context, self._read = 0, 0  # decoded together: [context, read) is out already and gives the context
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now. Once a stop string has come, tokens are ignored."""
+        pieces = []
+        for token_id in token_ids:
+            if self.stopped_by is not None:
+                break
+            self._token_ids.append(token_id)
+            pieces.append(self._scan(self._newly_complete()))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back, at the end of the output."""
+        if self.stopped_by is not None:
+            return ""
+        rest = self._decode(self._context)[len(self._decode(self._context, self._read)) :]
+        held, self._held = self._held, ""
+        return held + rest
+
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(self._token_ids[start:end])
+
+    def _newly_complete(self) -> str:
+        known = self._decode(self._context, self._read)
+        text = self._decode(self._context)
+        is_incomplete = text.endswith(_REPLACEMENT) and len(self._token_ids) - self._read <= _MAX_HELD_TOKENS
+        if is_incomplete or len(text) <= len(known):
+            return ""
+        self._context, self._read = self._read, len(self._token_ids)
+        return text[len(known) :]
+
+    def _scan(self, new: str) -> str:
+        """Cut at the first stop string; hold back what may begin one."""
+        if not self._stop:
+            return new
+        text = self._held + new
+        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            position, self.stopped_by = min(found)
+            self._held = ""
+            return text[:position]
+        longest = max(len(stop) for stop in self._stop) - 1
+        num_held = next(
+            (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
+        )
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
 
 def load_tokenizer(path: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:

@@ -1,32 +1,43 @@
 """The engine: requests in, tokens out, one round at a time. Plain decoding is the same code with no proposer.
 
-Not thread-safe: one thread owns it. A new draft is offered from any thread through `offer_draft` and taken up between
-rounds.
+Not thread-safe: one thread owns it (`EngineLoop` for a server, the caller otherwise). A new draft is offered from any thread
+through `offer_draft` and taken up between rounds.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from livedraft.config import EngineConfig, SpeculationConfig
+from livedraft.engine.prefix_cache import PrefixCache, num_shared
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
 from livedraft.engine.tracing import TraceBuilder
 from livedraft.events import Events
 from livedraft.models.step import ModelStep
-from livedraft.records import Proposal, Request, Trace, Verdict
+from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict
+from livedraft.sampling import raw_logprobs
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.prediction import VERSION as PREDICTION
+from livedraft.speculation.prediction import Prediction
+from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.speculation.verify import verify, verify_exact
+from livedraft.tokenizer import TextStream
 
+logger = logging.getLogger("livedraft")
 TraceSink = Callable[[Trace], None]
+_WORTH_WAITING_FOR = 64
+"""Prompt tokens that another request is writing just now and that a waiting one can copy a few rounds later."""
+_FAILED = "The server failed on this request; others were not touched. Send it again, or report it with its id."
 
 
 class Engine:
@@ -42,7 +53,12 @@ class Engine:
         target_fingerprint: str = "",
         trace_sink: TraceSink | None = None,
         costs: CostModel | None = None,
+        text_stream: Callable[[Sequence[str]], TextStream] | None = None,
     ) -> None:
+        """`text_stream` makes what finds stop strings; without it requests with stop strings are refused.
+
+        Slots of `target` past config.max_num_seqs keep prefixes of finished requests.
+        """
         self.config = config
         self.speculation = speculation
         self.events = events
@@ -51,10 +67,16 @@ class Engine:
         self.trace_sink = trace_sink
         self.scheduler = Scheduler(config)
         self.runner = Runner(target)
+        self.prefixes = PrefixCache(
+            first_slot=config.max_num_seqs, num_slots=max(0, target.num_slots - config.max_num_seqs)
+        )
         self.draft = draft
         self.costs = costs or self.runner.measure_costs(draft)
         self.lengths = self.new_length_policy()
         self.stats = SpeculationStats()
+        self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
+        """By (route, version): what each version's own proposals came to."""
+        self._text_stream = text_stream
         self._offer: tuple[DraftModel | None, float | None] | None = None
         self._offer_lock = threading.Lock()
 
@@ -64,7 +86,13 @@ class Engine:
         """Queue a request. Raises ValueError as `check` does."""
         self.check(request)
         state = RequestState.from_request(request)
+        target = self.runner.target
         state.draft_version_at_arrival = self.draft_version
+        state.prefix = PrefixState.of(request, target.vocabulary_size, target.device)
+        if request.sampling.stop and self._text_stream is not None:
+            state.text = self._text_stream(request.sampling.stop)
+        if request.prediction_token_ids:
+            state.prediction = Prediction(request.prediction_token_ids)
         if self.trace_sink is not None and request.store:
             state.trace = TraceBuilder()
         self.scheduler.add(state)
@@ -76,13 +104,39 @@ class Engine:
         if num_prompt == 0:
             raise ValueError("The prompt is empty; give at least one token.")
         if num_prompt + max_tokens > self.config.max_model_len:
-            raise ValueError(
+            raise ContextTooLongError(
                 f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they pass the limit of "
                 f"{self.config.max_model_len}. Shorten the prompt or lower max_tokens."
             )
         vocabulary_size = self.runner.target.vocabulary_size
-        if not all(0 <= token < vocabulary_size for token in request.prompt_token_ids):
-            raise ValueError(f"The prompt holds token ids outside 0..{vocabulary_size - 1}.")
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for name, token_ids in {
+            "prompt": request.prompt_token_ids,
+            "logit_bias": biased,
+            "prediction": request.prediction_token_ids,
+        }.items():
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary_size):
+                raise ValueError(f"The {name} holds token ids outside 0..{vocabulary_size - 1}.")
+        if request.sampling.stop and self._text_stream is None:
+            raise ValueError("stop needs a tokenizer, and this engine has none; use stop_token_ids.")
+        if request.grammar is not None and request.sampling.ignore_eos:
+            raise ValueError("ignore_eos and response_format exclude each other: a finished document ends the output.")
+
+    def cancel(self, request_id: str) -> RequestState | None:
+        """End a request now, running or waiting; None when there is no such one (any more)."""
+        for state in [*self.scheduler.running, *self.scheduler.waiting]:
+            if state.request.id == request_id:
+                self._finish(state, "cancelled")
+                return state
+        return None
+
+    def fail_running(self) -> list[RequestState]:
+        """After a round that raised: none of the requests in it can be trusted, those that wait can."""
+        failed = list(self.scheduler.running)
+        for state in failed:
+            state.error = _FAILED
+            self._finish(state, "error")
+        return failed
 
     @property
     def has_work(self) -> bool:
@@ -114,12 +168,11 @@ class Engine:
     def step(self) -> list[RequestState]:
         """One round: propose, verify, commit. Returns the requests that finished in it."""
         self._take_up_offered_draft()
-        self.scheduler.admit()
+        self._admit()
         entries = self.scheduler.plan_round()
         if not entries:
             return []
-        lengths = self._draft_lengths(entries)
-        proposals = self.runner.propose(entries, lengths, self.draft, self.lengths.acceptance_of)
+        proposals = self._proposals(entries)
         target_logits = self.runner.verify(entries, proposals)
         verdicts = self._verdicts(entries, proposals, target_logits)
         for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
@@ -139,92 +192,205 @@ class Engine:
             self.lengths.set_prior(prior)
         self.events.emit("draft_swapped", previous=previous, version=self.draft_version)
 
-    def _draft_lengths(self, entries: list[RoundEntry]) -> list[DraftLength]:
-        """For each request: the round's choice, less where fewer tokens are still wanted (the bonus is one)."""
-        num_decoding = sum(entry.is_decoding for entry in entries)
-        if self.draft is None or num_decoding == 0:
+    def _admit(self) -> None:
+        """Waiting requests into free slots, each with the longest beginning that some slot already holds."""
+        for state in self.scheduler.admit(self._should_wait):
+            others = [(s.slot, s.token_ids[: s.target_length]) for s in self.scheduler.running if s is not state]
+            source, num_tokens = self.prefixes.find(state.token_ids, others)
+            if source < 0:
+                continue
+            self.runner.target.copy_slot(source, state.slot, num_tokens)
+            state.target_length = state.num_cached_tokens = num_tokens
+            if self.draft is not None:
+                self.draft.adopt(source, state.slot, num_tokens)
+
+    def _should_wait(self, state: RequestState) -> bool:
+        """Another request is just writing a beginning this one could copy."""
+        for other in self.scheduler.running:
+            if other.num_pending > 1:
+                shared = num_shared(state.token_ids[:-1], other.token_ids)
+                if shared - other.target_length >= _WORTH_WAITING_FOR:
+                    return True
+        return False
+
+    def _proposals(self, entries: list[RoundEntry]) -> list[Proposal | None]:
+        """From the client's prediction where it fits, from the draft otherwise; None where nothing is proposed."""
+        limits = [self._most_tokens(entry) for entry in entries]
+        predicted = [self._predicted(entry, limit) for entry, limit in zip(entries, limits, strict=True)]
+        if self.draft is None:
+            return predicted
+        limits = [
+            0 if proposal else self._within_draft(entry, limit)
+            for entry, limit, proposal in zip(entries, limits, predicted, strict=True)
+        ]
+        lengths = self._draft_lengths(entries, limits)
+        try:
+            drafted = self.runner.propose(entries, lengths, self.draft, self.lengths.acceptance_of)
+        except Exception as error:  # a broken draft costs speed, never an answer
+            logger.exception("The draft %s failed and is out of service.", self.draft.version)
+            self.events.emit("draft_failed", version=self.draft.version, reason=f"{type(error).__name__}: {error}")
+            self.draft = None
+            return predicted
+        return [proposal or draft for proposal, draft in zip(predicted, drafted, strict=True)]
+
+    def _most_tokens(self, entry: RoundEntry) -> int:
+        """Drafted tokens this request can use: none while its prompt is written, and the round's bonus is one of the rest."""
+        if not entry.is_decoding:
+            return 0
+        request = entry.state.request
+        limit = request.sampling.max_tokens - entry.state.num_output_tokens - 1
+        own = request.num_speculative_tokens
+        return limit if own is None else min(limit, own)
+
+    def _predicted(self, entry: RoundEntry, limit: int) -> Proposal | None:
+        if entry.state.prediction is None or limit <= 0:
+            return None
+        token_ids = entry.state.prediction.propose(min(limit, self.speculation.max_num_speculative_tokens))
+        return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
+
+    def _within_draft(self, entry: RoundEntry, limit: int) -> int:
+        """Past the draft's context this request, and only this one, decodes plainly."""
+        assert self.draft is not None
+        state = entry.state
+        room = self.draft.max_length - len(state.token_ids) + 1  # the last drafted token is never written
+        if room > 0:
+            return min(limit, room)
+        if not state.is_past_draft_limit:
+            state.is_past_draft_limit = True
+            self.events.emit("draft_limit_passed", request=state.request.id, limit=self.draft.max_length)
+        return 0
+
+    def _draft_lengths(self, entries: list[RoundEntry], limits: list[int]) -> list[DraftLength]:
+        """For each request: the round's choice, within what it can use."""
+        num_drafting = sum(limit > 0 for limit in limits)
+        if num_drafting == 0:
             return [DraftLength(k=0)] * len(entries)
-        num_prefill_rows = sum(entry.num_pending_rows for entry in entries if entry.is_prefilling)
-        length = self.lengths.choose(num_decoding, num_prefill_rows)
-        wanted = []
-        for entry in entries:
-            num_left = entry.state.request.sampling.max_tokens - entry.state.num_output_tokens
-            wanted.append(replace(length, k=min(length.k, num_left - 1) if entry.is_decoding else 0))
-        return wanted
+        num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit == 0)
+        length = self.lengths.choose(num_drafting, num_other_rows)
+        return [replace(length, k=min(length.k, limit)) for limit in limits]
 
     def _verdicts(
         self, entries: list[RoundEntry], proposals: list[Proposal | None], target_logits: list[torch.Tensor]
     ) -> list[Verdict | None]:
-        """None for a request whose prompt is still being written. A greedy round takes one argmax for all rows;
-        `verify` is its slow twin."""
-        if all(entry.state.request.sampling.is_greedy for entry in entries):
-            choices = torch.cat(target_logits).argmax(-1).tolist()
-            verdicts: list[Verdict | None] = []
-            start = 0
-            for proposal, logits_RV in zip(proposals, target_logits, strict=True):
-                end = start + logits_RV.shape[0]
-                drafted = proposal.draft_token_ids if proposal else []
-                verdicts.append(verify_exact(choices[start:end], drafted) if end > start else None)
-                start = end
-            return verdicts
-        return [
-            verify(logits_RV, proposal, state.request.sampling, state.seed, state.num_output_tokens)
-            if logits_RV.shape[0]
-            else None
-            for state, proposal, logits_RV in zip(
-                (entry.state for entry in entries), proposals, target_logits, strict=True
-            )
-        ]
+        """None for a request whose prompt is still being written, or that failed. A greedy round takes one argmax for all
+        rows; `_verdict` is its slow twin."""
+        if not all(entry.state.request.sampling.is_greedy and entry.state.prefix is None for entry in entries):
+            rounds = zip(entries, proposals, target_logits, strict=True)
+            return [self._verdict(entry, proposal, logits_RV) for entry, proposal, logits_RV in rounds]
+        choices = torch.cat(target_logits).argmax(-1).tolist()
+        verdicts: list[Verdict | None] = []
+        start = 0
+        for proposal, logits_RV in zip(proposals, target_logits, strict=True):
+            end = start + logits_RV.shape[0]
+            drafted = proposal.draft_token_ids if proposal else []
+            verdicts.append(verify_exact(choices[start:end], drafted) if end > start else None)
+            start = end
+        return verdicts
+
+    def _verdict(self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor) -> Verdict | None:
+        if logits_RV.shape[0] == 0:
+            return None
+        state = entry.state
+        try:
+            if state.prefix is not None:
+                logits_RV = state.prefix.adjust(logits_RV, proposal.draft_token_ids if proposal else [])
+            return verify(logits_RV, proposal, state.request.sampling, state.seed, state.num_output_tokens)
+        except Exception as error:  # this request's own grammar or distribution; the others go on
+            self._fail(state, error)
+            return None
 
     def _commit(
         self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor, verdict: Verdict | None
     ) -> None:
-        """Append the verdict's tokens, trimmed at end-of-sequence and max_tokens, and rewind both caches."""
+        """Append the verdict's tokens, trimmed where the request ends, with all that runs parallel; rewind the caches."""
         state = entry.state
+        if state.finish_reason is not None:
+            return  # failed in this round
         if verdict is None:
             state.target_length += entry.num_pending_rows
             return
-        first_position = state.num_output_tokens
-        output, state.finish_reason = self._trim(state, verdict.output_token_ids)
-        num_drafted = len(proposal.draft_token_ids) if proposal else 0
-        num_accepted = min(verdict.num_accepted, len(output))
+        try:
+            output = state.trim(verdict.output_token_ids, self.eos_token_ids)
+            num_accepted = min(verdict.num_accepted, len(output))
+            self._append(state, output, logits_RV)
+            self._count(state, proposal, verdict, num_accepted, len(output))
+            if state.trace is not None:
+                state.trace.add_round(
+                    target_logits_RV=logits_RV,
+                    proposal=proposal,
+                    num_accepted=verdict.num_accepted,
+                    num_committed=len(output),
+                    first_position=state.num_output_tokens - len(output),
+                    round_number=state.num_rounds - 1,
+                )
+        except Exception as error:  # of this request's own making; the others go on
+            self._fail(state, error)
+
+    def _append(self, state: RequestState, output: list[int], logits_RV: torch.Tensor) -> None:
+        sampling = state.request.sampling
         state.token_ids.extend(output)
         state.target_length = len(state.token_ids) - 1
         if self.draft is not None:
             self.draft.commit(state.slot, state.target_length)
+        if state.prefix is not None:
+            state.prefix.commit(output)
+        if state.prediction is not None:
+            state.prediction.commit(output)
+        if sampling.logprobs is not None:
+            state.logprobs += raw_logprobs(logits_RV, output, sampling.logprobs)
         state.num_rounds += 1
         state.first_token_at = state.first_token_at or time.time()
-        for stats in (state.stats, self.stats):
-            stats.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=len(output))
-        self.lengths.record(num_drafted, verdict.num_accepted, proposal.confidences if proposal else ())
-        if state.trace is not None:
-            state.trace.add_round(
-                target_logits_RV=logits_RV,
-                proposal=proposal,
-                num_accepted=verdict.num_accepted,
-                num_committed=len(output),
-                first_position=first_position,
-                round_number=state.num_rounds - 1,
-            )
 
-    def _trim(self, state: RequestState, output: list[int]) -> tuple[list[int], str | None]:
-        """Cut at the first end-of-sequence or stop token (kept) or at max_tokens, inside the accepted block too."""
-        sampling = state.request.sampling
-        for index, token in enumerate(output):
-            is_stop = token in sampling.stop_token_ids or (token in self.eos_token_ids and not sampling.ignore_eos)
-            if is_stop:
-                return output[: index + 1], "stop"
-            if state.num_output_tokens + index + 1 == sampling.max_tokens:
-                return output[: index + 1], "length"
-        return output, None
+    def _count(
+        self, state: RequestState, proposal: Proposal | None, verdict: Verdict, num_accepted: int, num_emitted: int
+    ) -> None:
+        num_drafted = len(proposal.draft_token_ids) if proposal else 0
+        counters = [state.stats, self.stats]
+        if proposal is not None and num_drafted:
+            key = (state.request.route, proposal.draft_version)
+            counters.append(self.stats_by_version.setdefault(key, SpeculationStats()))
+        for stats in counters:
+            stats.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=num_emitted)
+        if proposal is None:
+            return
+        if proposal.draft_version == PREDICTION:
+            state.num_prediction_tokens += num_drafted
+            state.num_accepted_prediction_tokens += num_accepted
+        else:
+            self.lengths.record(num_drafted, verdict.num_accepted, proposal.confidences)
+
+    # --- the end of a request ---------------------------------------------------------------------------------------
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        """Mark a request as failed in the middle of a round; it is released with the round's finished ones."""
+        logger.exception("Request %s failed.", state.request.id, exc_info=error)
+        self.events.emit("request_failed", request=state.request.id, reason=f"{type(error).__name__}: {error}")
+        state.finish_reason, state.error = "error", _FAILED
 
     def _release_finished(self, entries: list[RoundEntry]) -> list[RequestState]:
         finished = [entry.state for entry in entries if entry.state.finish_reason]
         for state in finished:
-            state.finished_at = time.time()
-            self.scheduler.release(state)
-            if self.draft is not None:
-                self.draft.release(state.slot)
-            if state.trace is not None and self.trace_sink is not None:
-                self.trace_sink(state.trace.finish(state, self.target_fingerprint))
+            assert state.finish_reason is not None
+            self._finish(state, state.finish_reason)
         return finished
+
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        """Free the slot, after keeping its beginning for later requests; hand the trace over."""
+        state.finish_reason = reason
+        state.finished_at = time.time()
+        if state.slot >= 0 and reason != "error":
+            self._keep_prefix(state)
+        self.scheduler.release(state)
+        if self.draft is not None and state.slot >= 0:
+            self.draft.release(state.slot)
+        is_worth_learning = reason != "error" and state.num_output_tokens > 0
+        if state.trace is not None and self.trace_sink is not None and is_worth_learning:
+            self.trace_sink(state.trace.finish(state, self.target_fingerprint))
+
+    def _keep_prefix(self, state: RequestState) -> None:
+        kept = self.prefixes.keep(state.token_ids[: state.target_length])
+        if kept is None:
+            return
+        self.runner.target.copy_slot(state.slot, kept, state.target_length)
+        if self.draft is not None:
+            self.draft.adopt(state.slot, kept, state.target_length)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Literal
 
 from livedraft.engine.tracing import TraceBuilder
-from livedraft.records import Request
+from livedraft.records import FinishReason, Request, RequestCounts, TokenLogprobs
+from livedraft.speculation.prediction import Prediction
+from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
-
-FinishReason = Literal["stop", "length"]
+from livedraft.tokenizer import TextStream
 
 
 @dataclass(kw_only=True)
@@ -24,15 +25,32 @@ class RequestState:
     slot: int = -1
     target_length: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for end-of-sequence."""
+    error: str | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     """The request's own seed, or a private one: randomness is by counter either way."""
     draft_version_at_arrival: str = "none"
     arrived_at: float = field(default_factory=time.time)
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
     num_rounds: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     trace: TraceBuilder | None = None
+    prefix: PrefixState | None = None
+    """Penalties, bias, grammar; None for a request without them."""
+    text: TextStream | None = None
+    """Only with stop strings: they are found here, inside the round that completes them."""
+    prediction: Prediction | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One an output token, where the request asks for them."""
+    num_cached_tokens: int = 0
+    is_past_draft_limit: bool = False
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
+    num_delivered: int = 0
+    """Output tokens already handed over by the serving loop."""
 
     @classmethod
     def from_request(cls, request: Request) -> RequestState:
@@ -57,3 +75,43 @@ class RequestState:
     def num_pending(self) -> int:
         """Committed tokens the target's cache does not hold yet."""
         return len(self.token_ids) - self.target_length
+
+    def trim(self, output: list[int], eos_token_ids: Set[int]) -> list[int]:
+        """Cut new tokens where the request ends, inside an accepted block too, and say why it ends.
+
+        A stop within max_tokens wins over the length; end-of-sequence and stop tokens are kept, as is the token that
+        completes a stop string.
+        """
+        sampling = self.request.sampling
+        for index, token in enumerate(output):
+            if token in sampling.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+            elif (token in eos_token_ids and not sampling.ignore_eos) or self._completes_stop_string(token):
+                self.finish_reason = "stop"
+            elif self.num_output_tokens + index + 1 == sampling.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return output[: index + 1]
+        return output
+
+    def _completes_stop_string(self, token: int) -> bool:
+        if self.text is None:
+            return False
+        self.text.push([token])
+        self.stop_reason = self.text.stopped_by
+        return self.stop_reason is not None
+
+    def counts(self) -> RequestCounts:
+        return RequestCounts(
+            num_drafts=self.stats.num_drafts,
+            num_draft_tokens=self.stats.num_draft_tokens,
+            num_accepted_tokens=self.stats.num_accepted_tokens,
+            acceptance_histogram=tuple(self.stats.num_drafts_by_accepted),
+            num_target_passes=self.stats.num_target_passes,
+            num_emitted_tokens=self.stats.num_emitted_tokens,
+            num_prediction_tokens=self.num_prediction_tokens,
+            num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
+            num_cached_prompt_tokens=self.num_cached_tokens,
+            draft_version=self.draft_version_at_arrival,
+            queued_seconds=(self.admitted_at or time.time()) - self.arrived_at,
+        )

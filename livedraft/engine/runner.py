@@ -90,6 +90,7 @@ def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float
         seed=state.seed,
         num_tokens=length.k,
         stop_below=length.stop_below,
+        prefix=state.prefix,
         acceptance_of=acceptance_of,
     )
 

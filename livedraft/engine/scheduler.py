@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from livedraft.config import EngineConfig
@@ -34,18 +36,28 @@ class Scheduler:
     def add(self, state: RequestState) -> None:
         self.waiting.append(state)
 
-    def admit(self) -> list[RequestState]:
-        """Move waiting requests into free slots; returns the newly admitted."""
+    def admit(self, should_wait: Callable[[RequestState], bool] = lambda state: False) -> list[RequestState]:
+        """Move waiting requests into free slots, except those that had better wait a round; returns the newly admitted."""
         admitted = []
+        waiting_on: deque[RequestState] = deque()
         while self.waiting and self._free_slots:
             state = self.waiting.popleft()
+            if should_wait(state):
+                waiting_on.append(state)
+                continue
             state.slot = heapq.heappop(self._free_slots)
+            state.admitted_at = time.time()
             self.running.append(state)
             admitted.append(state)
+        self.waiting.extendleft(reversed(waiting_on))
         self.running.sort(key=lambda state: state.slot)
         return admitted
 
     def release(self, state: RequestState) -> None:
+        """Forget a request, running or still waiting."""
+        if state.slot < 0:
+            self.waiting.remove(state)
+            return
         self.running.remove(state)
         heapq.heappush(self._free_slots, state.slot)
 

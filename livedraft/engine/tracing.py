@@ -45,7 +45,8 @@ class TraceBuilder:
         self._teacher_log_probs.append(log_probs_nK.half().cpu().numpy())
         self._tail_mass.append((1.0 - log_probs_nK.exp().sum(-1)).clamp(min=0.0).cpu().numpy())
         self._round_numbers += [round_number] * num_committed
-        has_draft = proposal is not None and bool(proposal.draft_token_ids)
+        # A client's prediction has no draft distribution and teaches nothing about the draft.
+        has_draft = proposal is not None and proposal.draft_logits_KV is not None
         self._versions += [proposal.draft_version if has_draft and proposal else "none"] * num_committed
         if has_draft and proposal is not None:
             self._add_drafted(proposal, target_logits_RV, log_normaliser_R1, num_accepted, first_position)

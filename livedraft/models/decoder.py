@@ -246,6 +246,10 @@ class Decoder:
         hidden_RD = rms_norm(hidden_ND, self.weights.final_norm_D, self.config.norm_eps)
         return StepOutput(logits_RV=self.weights.head(hidden_RD).float(), hidden_RD=hidden_RD)
 
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
+        self.cache.copy(source, destination, num_positions)
+
     def _attend_over_cache(self, segments: list[Segment], positions_N: torch.Tensor, slots_N: list[int]) -> Attend:
         """Plan the attention once; the closure runs it in every layer."""
         cache = self.cache

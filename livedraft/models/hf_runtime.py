@@ -6,6 +6,7 @@ cache cannot be cropped, or that keeps recurrent state, is refused with the reas
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from pathlib import Path
@@ -52,6 +53,14 @@ class HFRuntime:
         if not rows:
             return StepOutput(logits_RV=torch.empty(0, self.vocabulary_size, device=self.device))
         return StepOutput(logits_RV=torch.stack([rows[row] for row in logit_rows_R]))
+
+    def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
+        cache = copy.deepcopy(self._caches[source])
+        surplus = cache.get_seq_length() - num_positions
+        assert surplus >= 0, "a slot holds fewer positions than are copied from it"
+        if surplus > 0:
+            cache.crop(-surplus)
+        self._caches[destination] = cache
 
     def _run(self, slot: int, first_position: int, token_ids: list[int]) -> torch.Tensor:
         """Crop the slot's cache to `first_position`, then one forward pass; float32 logits of all its rows."""

@@ -33,3 +33,6 @@ class ModelStep(Protocol):
         Rows of one slot are adjacent and their positions consecutive. A position at or before one already written
         rewinds the slot to it: what stood there and after is forgotten.
         """
+
+    def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
+        """Make the destination's first positions those of the source; whatever the destination held is forgotten."""

@@ -17,6 +17,8 @@ from livedraft.sampling import DRAFT_DRAW, draw, logits_to_probs, uniform
 from livedraft.speculation.proposer import ProposalTask
 from livedraft.speculation.verify import gumbel_choice
 
+Draw = tuple[int, torch.Tensor | None]
+"""(draft row, the probabilities it was drawn from or None for a one-hot choice)."""
 MAX_CATCH_UP = 512
 """Tokens written a round for one request, so a swap under long contexts does not stall the others."""
 
@@ -25,14 +27,27 @@ class DraftModel:
     """One resident draft: weights, cache, and for each slot how many tokens its cache holds."""
 
     def __init__(
-        self, decoder: ModelStep, draft_to_target_W: torch.Tensor, *, version: str, keep_logits: bool = False
+        self,
+        decoder: ModelStep,
+        draft_to_target_W: torch.Tensor,
+        *,
+        version: str,
+        keep_logits: bool = False,
+        target_vocabulary_size: int | None = None,
     ) -> None:
+        """`target_vocabulary_size` where it differs from the decoder's own: families pad their vocabularies differently."""
         self.decoder = decoder
+        self.target_vocabulary_size = target_vocabulary_size or decoder.vocabulary_size
         self.version = version
         self.keep_logits = keep_logits
         self.draft_to_target_W = draft_to_target_W.to(decoder.device)
         self._target_ids = draft_to_target_W.tolist()
         self.lengths = [0] * decoder.num_slots
+
+    @property
+    def max_length(self) -> int:
+        """Positions its cache has: a request longer than this decodes plainly."""
+        return self.decoder.max_length
 
     def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
         """Draw up to `num_tokens` for each task. Raises nothing: a task without room gets an empty proposal.
@@ -54,6 +69,8 @@ class DraftModel:
             confidences = self._confidences(logits_RW, draws) if any(tasks[i].stop_below for i in active) else None
             going_on = []
             for row, index in enumerate(active):
+                if draws[row] is None:
+                    continue
                 row_id, probs_W = draws[row]
                 proposals[index].draft_row_ids.append(row_id)
                 proposals[index].draft_token_ids.append(self._target_ids[row_id])
@@ -72,7 +89,7 @@ class DraftModel:
                 slots = [tasks[index].slot for index in active]
                 token_ids = [proposals[index].draft_token_ids[-1] for index in active]
                 positions = [self.lengths[slot] for slot in slots]
-                logits_RW = self.decoder.forward(token_ids, positions, slots, list(range(len(active)))).logits_RV
+                logits_RW = self._forward(token_ids, positions, slots, list(range(len(active))))
                 for slot in slots:
                     self.lengths[slot] += 1
         for index, proposal in enumerate(proposals):
@@ -105,38 +122,52 @@ class DraftModel:
                 logit_rows.append(len(token_ids) - 1)
         if not token_ids:
             return [], torch.empty(0)
-        return ready, self.decoder.forward(token_ids, positions, slots, logit_rows).logits_RV
+        return ready, self._forward(token_ids, positions, slots, logit_rows)
 
-    def _draw(
-        self, logits_RW: torch.Tensor, tasks: list[ProposalTask], proposals: list[Proposal]
-    ) -> list[tuple[int, torch.Tensor | None]]:
-        """(draft row, the probabilities it was drawn from or None for a one-hot choice), one a row."""
-        if all(task.sampling.is_greedy for task in tasks):
+    def _forward(
+        self, token_ids: list[int], positions: list[int], slots: list[int], logit_rows: list[int]
+    ) -> torch.Tensor:
+        logits_RW = self.decoder.forward(token_ids, positions, slots, logit_rows).logits_RV
+        W = len(self._target_ids)
+        return logits_RW if logits_RW.shape[-1] == W else logits_RW[:, :W]  # padded rows are never tokens
+
+    def _draw(self, logits_RW: torch.Tensor, tasks: list[ProposalTask], proposals: list[Proposal]) -> list[Draw | None]:
+        """One a row; None where nothing the request allows is in the draft's vocabulary."""
+        if all(task.sampling.is_greedy and task.prefix is None for task in tasks):
             return [(row_id, None) for row_id in logits_RW.argmax(-1).tolist()]
-        draws: list[tuple[int, torch.Tensor | None]] = []
-        for row, (task, proposal) in enumerate(zip(tasks, proposals, strict=True)):
-            position = len(task.token_ids) + len(proposal.draft_token_ids) - task.num_prompt_tokens
-            if task.sampling.is_greedy:
-                draws.append((int(logits_RW[row].argmax()), None))
-            elif task.sampling.seed is not None:
-                choice = gumbel_choice(
-                    logits_RW[row : row + 1],
-                    task.sampling,
-                    task.seed,
-                    position,
-                    target_vocabulary_size=self.decoder.vocabulary_size,
-                    draft_to_target_W=self.draft_to_target_W,
-                )
-                draws.append((choice[0], None))
-            else:
-                probs_W = logits_to_probs(logits_RW[row : row + 1], task.sampling)[0]
-                draws.append((draw(probs_W, uniform(task.seed, position, DRAFT_DRAW)), probs_W))
-        return draws
+        return [
+            self._draw_one(logits_RW[row : row + 1], task, proposal.draft_token_ids)
+            for row, (task, proposal) in enumerate(zip(tasks, proposals, strict=True))
+        ]
+
+    def _draw_one(self, logits_1W: torch.Tensor, task: ProposalTask, drafted: list[int]) -> Draw | None:
+        if task.prefix is not None:
+            try:
+                logits_1W = task.prefix.adjust(logits_1W, drafted, self.draft_to_target_W)
+            except Exception:  # the target's rows meet the same error, and there it fails this request alone
+                return None
+            if not torch.isfinite(logits_1W.max()):
+                return None
+        position = len(task.token_ids) + len(drafted) - task.num_prompt_tokens
+        if task.sampling.is_greedy:
+            return int(logits_1W.argmax()), None
+        if task.sampling.seed is None:
+            probs_W = logits_to_probs(logits_1W, task.sampling)[0]
+            return draw(probs_W, uniform(task.seed, position, DRAFT_DRAW)), probs_W
+        choice = gumbel_choice(
+            logits_1W,
+            task.sampling,
+            task.seed,
+            position,
+            target_vocabulary_size=self.target_vocabulary_size,
+            draft_to_target_W=self.draft_to_target_W,
+        )
+        return choice[0], None
 
     @staticmethod
-    def _confidences(logits_RW: torch.Tensor, draws: list[tuple[int, torch.Tensor | None]]) -> list[float]:
-        """The draft's probability, at temperature 1, of each row's drawn token."""
-        rows_R1 = torch.tensor([[row_id] for row_id, _ in draws], device=logits_RW.device)
+    def _confidences(logits_RW: torch.Tensor, draws: list[Draw | None]) -> list[float]:
+        """The draft's probability, at temperature 1 and before penalties, of each row's drawn token."""
+        rows_R1 = torch.tensor([[drawn[0] if drawn else 0] for drawn in draws], device=logits_RW.device)
         log_probs_R = logits_RW.gather(-1, rows_R1)[:, 0] - torch.logsumexp(logits_RW, dim=-1)
         return log_probs_R.exp().tolist()
 
@@ -146,3 +177,10 @@ class DraftModel:
 
     def release(self, slot: int) -> None:
         self.lengths[slot] = 0
+
+    def adopt(self, source: int, destination: int, num_tokens: int) -> None:
+        """Start the destination from the source's first tokens, as far as this draft has written them."""
+        num_tokens = min(num_tokens, self.lengths[source])
+        if num_tokens:
+            self.decoder.copy_slot(source, destination, num_tokens)
+        self.lengths[destination] = num_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from livedraft.records import Proposal, SamplingParams
+from livedraft.speculation.prefix import PrefixState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class ProposalTask:
     num_tokens: int
     stop_below: float = 0.0
     """Stop after keeping a token once the chance that all tokens so far are accepted falls below this; 0 never stops."""
+    prefix: PrefixState | None = None
+    """Penalties, bias and grammar of the request, to be applied to the draft as to the target."""
     acceptance_of: Callable[[float], float] = lambda confidence: confidence
     """Chance that a token is accepted, from the draft's own probability of it."""
 

@@ -12,6 +12,8 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_by_accepted: list[int] = field(default_factory=list)
+    """How many drafts had 0, 1, 2 ... tokens accepted."""
     num_target_passes: int = 0
     """Request-rounds that emitted tokens, k = 0 included."""
     num_emitted_tokens: int = 0
@@ -24,8 +26,12 @@ class SpeculationStats:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        missing = num_drafted - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos.extend([0] * max(0, missing))
+        for counts, length in (
+            (self.num_accepted_tokens_per_pos, num_drafted),
+            (self.num_drafts_by_accepted, num_accepted + 1),
+        ):
+            counts.extend([0] * max(0, length - len(counts)))
+        self.num_drafts_by_accepted[num_accepted] += 1
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
 
@@ -43,3 +49,7 @@ class SpeculationStats:
     def block_efficiency(self) -> float | None:
         """Emitted tokens / target passes, all rounds."""
         return self.num_emitted_tokens / self.num_target_passes if self.num_target_passes else None
+
+
+def _grow(counts: list[int], length: int) -> None:
+    counts.extend([0] * max(0, length - len(counts)))

@@ -1,0 +1,153 @@
+"""The engine's thread: takes requests in between two rounds, runs rounds while there is work, hands tokens over after each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from livedraft.engine.engine import Engine
+from livedraft.engine.request import RequestState
+from livedraft.records import Request, Update
+
+logger = logging.getLogger("livedraft")
+Deliver = Callable[[Update], None]
+
+
+class EngineLoop:
+    """A `Backend` around an engine. From the moment it is made only its own thread touches the engine.
+
+    `on_busy` is told whenever the engine begins or stops having work, so the trainer can step aside.
+    """
+
+    def __init__(
+        self, engine: Engine, *, num_threads: int, on_busy: Callable[[bool], None] = lambda is_busy: None
+    ) -> None:
+        self.engine = engine
+        self.max_model_len = engine.config.max_model_len
+        self.vocabulary_size = engine.runner.target.vocabulary_size
+        self._num_threads = num_threads
+        self._on_busy = on_busy
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._live: dict[str, tuple[RequestState, Deliver]] = {}
+        self._wake = threading.Event()
+        self._closing = False
+        self._num_finished: dict[str, int] = {}
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- from any thread --------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError as the engine's `check`; it only reads what never changes."""
+        self.engine.check(request)
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Queue a request that passed `check`. `deliver` is called from the engine's thread and must not block."""
+        self._post(lambda: self._add(request, deliver))
+
+    def cancel(self, request_id: str) -> None:
+        """Its slot is free from the next round on and nothing more is delivered; an unknown id is ignored."""
+        self._post(lambda: self._cancel(request_id))
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread. Safe to call twice."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Gauges and counters. Read without a lock: each figure is whole, two of them may be a round apart."""
+        engine = self.engine
+        running, waiting = list(engine.scheduler.running), len(engine.scheduler.waiting) + len(self._inbox)
+        num_slots = engine.config.max_num_seqs
+        return {
+            "num_requests_running": len(running),
+            "num_requests_waiting": waiting,
+            "num_slots": num_slots,
+            "kv_cache_usage_perc": sum(s.target_length for s in running) / (num_slots * engine.config.max_model_len),
+            "draft_version": engine.draft_version,
+            "prefix_cache_queries": engine.prefixes.num_queried_tokens,
+            "prefix_cache_hits": engine.prefixes.num_hit_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
+            "generation_tokens": self._num_output_tokens,
+            "finished": dict(self._num_finished),
+            "speculation": list(engine.stats_by_version.items()),
+        }
+
+    # --- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # a thread has its own count, and the swap watcher sets another
+        is_busy = False
+        while not self._closing:
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            if self.engine.has_work != is_busy:
+                is_busy = not is_busy
+                self._on_busy(is_busy)
+            if is_busy:
+                self._round()
+            else:
+                self._wake.wait()
+        for request_id in list(self._live):
+            self._cancel(request_id)
+        self._on_busy(False)
+
+    def _round(self) -> None:
+        try:
+            self.engine.step()
+        except Exception as error:  # the loop must outlive whatever a model or a kernel raises
+            logger.exception("A round failed; its requests are answered with an error.")
+            self.engine.events.emit("round_failed", reason=f"{type(error).__name__}: {error}")
+            self.engine.fail_running()
+        for state, deliver in list(self._live.values()):
+            if state.finish_reason is not None or state.num_output_tokens > state.num_delivered:
+                self._hand_over(state, deliver)
+
+    def _add(self, request: Request, deliver: Deliver) -> None:
+        try:
+            state = self.engine.add_request(request)
+        except Exception as error:
+            logger.exception("Request %s could not be queued.", request.id)
+            deliver(Update(token_ids=(), finish_reason="error", error=str(error)))
+            return
+        self._live[request.id] = (state, deliver)
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._live and self.engine.cancel(request_id):
+            state, deliver = self._live[request_id]
+            self._hand_over(state, deliver)
+
+    def _hand_over(self, state: RequestState, deliver: Deliver) -> None:
+        start, state.num_delivered = state.num_delivered, state.num_output_tokens
+        update = Update(
+            token_ids=tuple(state.token_ids[state.num_prompt_tokens + start :]),
+            logprobs=tuple(state.logprobs[start:]),
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+            error=state.error,
+            counts=state.counts() if state.finish_reason else None,
+        )
+        if state.finish_reason is not None:
+            del self._live[state.request.id]
+            self._num_finished[state.finish_reason] = self._num_finished.get(state.finish_reason, 0) + 1
+            self._num_prompt_tokens += state.num_prompt_tokens
+            self._num_output_tokens += state.num_output_tokens
+        try:
+            deliver(update)
+        except Exception:  # the receiver is gone; its request goes, the others stay
+            logger.exception("Handing over request %s failed; it is cancelled.", state.request.id)
+            if state.finish_reason is None:
+                self._live.pop(state.request.id)
+                self.engine.cancel(state.request.id)
