@@ -105,3 +105,52 @@ class LearningConfig:
         ):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModelConfig:
+    name: str = "smollm2-135m"
+    """A pulled name, a Hugging Face folder or a .gguf file."""
+    draft: str = "auto"
+    """auto, none, untrained, a version id, or a draft's or small model's folder."""
+    state: str | None = None
+    """Folder of drafts and traces; None is this system's usual place."""
+    learn: bool = True
+    """Keep traces of what is served, here, and train the draft on them."""
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    """Of the engine; None is all cores."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_threads is None or self.num_threads >= 1,
+            f"num_threads must be at least 1, got {self.num_threads}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one; the banner says which."""
+    served_model_name: str | None = None
+    """The name clients use; None is the model as it was given."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens /v1; none leaves it open."""
+    max_queue: int = 256
+    """Completions that may wait for a slot; more are answered 429."""
+    max_request_bytes: int = 4_000_000
+    request_timeout_seconds: float = 600.0
+    """A completion that takes longer, waiting included, is ended."""
+    drain_timeout_seconds: float = 30.0
+    """After SIGTERM running completions have this long."""
+    per_request_metrics: bool = False
+    """Adds `metrics.speculative_decoding` to responses, as vLLM does."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port must lie in 0..65535, got {self.port}.")
+        _require(all(self.api_keys), "api_keys must not hold an empty key; leave it out.")
+        _require(self.max_queue >= 0, f"max_queue must not be negative, got {self.max_queue}.")
+        for name in ("max_request_bytes", "request_timeout_seconds", "drain_timeout_seconds"):
+            _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")

@@ -13,7 +13,7 @@ from livedraft.tokenizer import Tokenizer
 
 _MAX_SCHEMA_CHARACTERS = 64_000
 # As json.dumps writes it: free whitespace invites small models to write nothing else.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarError(RuntimeError):

@@ -122,6 +122,10 @@ class LLM:
         self._target = opened.runtime(
             self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
         )
+        self.num_parameters = opened.num_parameters
+        num_draft_layers = 0 if self._speculation.method == "none" else self._speculation.num_draft_layers
+        self._slot_bytes = opened.kv_bytes_per_position(self.path, num_draft_layers) * self._engine_config.max_model_len
+        self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
         self._untrained = self._make_untrained(opened, draft)
         resident = self._first_draft(draft)
         self._secret = load_secret(self.state) if self.state is not None else os.urandom(32)
@@ -251,6 +255,11 @@ class LLM:
             stats=state.stats,
         )
 
+    @property
+    def kv_gib(self) -> float:
+        """KV memory when every slot is full."""
+        return self._num_slots * self._slot_bytes / 2**30
+
     def contender(self, version: str | None, sampling: SamplingParams) -> Contender:
         """This engine with a given draft version resident, or plain (None): for comparing speeds on the same weights."""
         return Contender(self, self.resident_draft(version) if version else None, sampling)
@@ -312,7 +321,7 @@ class LLM:
 
     def _make_untrained(self, opened: OpenModel, draft: str) -> DraftWeights | None:
         """While the target's plain tensors are still at hand."""
-        if self._speculation.method == "none" or draft == "none" or opened.native is None:
+        if self.is_plain_by_choice or opened.native is None:
             return None
         size = self._speculation.draft_vocabulary_size
         return draft_from_target(
@@ -322,7 +331,7 @@ class LLM:
         )
 
     def _first_draft(self, draft: str) -> DraftModel | None:
-        if self._speculation.method == "none" or draft == "none":
+        if self.is_plain_by_choice:
             return None
         if draft != "auto":
             return self.resident_draft(draft)
@@ -439,12 +448,8 @@ def _within_memory(
     config: EngineConfig, opened: OpenModel, path: ExecutionPath, speculation: SpeculationConfig, events: Events
 ) -> EngineConfig:
     """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
-    if opened.native is None:
-        return config  # transformers' caches grow by themselves
-    model = opened.native.config
-    num_layers = model.num_layers + (speculation.num_draft_layers if speculation.method != "none" else 0)
-    width = 2 * model.num_kv_heads * model.head_width * torch.empty(0, dtype=path.dtype).element_size()
-    slot_bytes = num_layers * width * config.max_model_len
+    num_draft_layers = speculation.num_draft_layers if speculation.method != "none" else 0
+    slot_bytes = opened.kv_bytes_per_position(path, num_draft_layers) * config.max_model_len
     budget = available_memory_bytes() / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
     num_slots = int(budget // slot_bytes)
     if num_slots < 1:
@@ -455,7 +460,9 @@ def _within_memory(
     if num_slots >= config.max_num_seqs + config.num_prefix_slots:
         return config
     num_prefix_slots = min(config.num_prefix_slots, num_slots // 4)
-    fitting = replace(config, max_num_seqs=num_slots - num_prefix_slots, num_prefix_slots=num_prefix_slots)
+    fitting = replace(
+        config, max_num_seqs=min(config.max_num_seqs, num_slots - num_prefix_slots), num_prefix_slots=num_prefix_slots
+    )
     events.emit(
         "slots_reduced",
         max_num_seqs=fitting.max_num_seqs,

@@ -38,6 +38,7 @@ class Tokenizer:
         vocabulary = sorted(hf_tokenizer.get_vocab().items(), key=lambda item: item[1])
         self.fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = 1 + max(index for _, index in vocabulary)
+        self._is_byte_level = "ByteLevel" in repr(getattr(hf_tokenizer, "backend_tokenizer", hf_tokenizer).decoder)
 
     @property
     def has_chat_template(self) -> bool:
@@ -86,12 +87,29 @@ class Tokenizer:
         """One token by itself, special ones too; half a character shows as the replacement character."""
         return str(self._hf.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, also where they are only part of a character."""
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if self._is_byte_level and token is not None and token_id not in self._hf.added_tokens_decoder:
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        if token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])  # SentencePiece's byte fallback
+        return self.token_text(token_id).encode()
+
     @property
     def hf_tokenizer(self) -> Any:
         """For libraries that read the vocabulary themselves."""
         return self._hf
 
 
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 32
 """No character is spread over this many tokens: text that still looks incomplete is garbage and is let through."""

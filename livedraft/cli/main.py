@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from livedraft.settings import Settings
 
 app = typer.Typer(
     help="Speculative decoding whose draft models learn from the traffic they serve.",
@@ -79,6 +82,109 @@ def generate(
         threads=threads,
         as_json=as_json,
     )
+
+
+config_app = typer.Typer(help="Settings: defaults < file < environment < flags.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with [model], [engine], [speculation], [learning], [server].")
+]
+# None means "not given": the file, the environment or the default decides.
+OptDraft = Annotated[str | None, typer.Option(help="auto, none, untrained, a version id, or a folder.")]
+OptDtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
+Learn = Annotated[
+    bool | None, typer.Option("--learn/--no-learn", help="Keep traces here and train the draft on them; default on.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")]
+NumSpeculative = Annotated[int | None, typer.Option(help="Fixed draft length; left out, costs decide.")]
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A pulled name, a Hugging Face folder, or a .gguf file.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default 8000; 0 takes a free one.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Opens /v1; may be given several times.")] = None,
+    draft: OptDraft = None,
+    learn: Learn = None,
+    state: State = None,
+    num_speculative_tokens: NumSpeculative = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most requests decoded together.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_queue: Annotated[int | None, typer.Option(help="Completions that may wait for a slot.")] = None,
+    per_request_metrics: Annotated[
+        bool | None, typer.Option("--per-request-metrics", help="Speculation counts in every response.")
+    ] = None,
+    dtype: OptDtype = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Events and one line a request on standard error.")
+    ] = False,
+) -> None:
+    """Serve OpenAI's API: continuous batching, speculation, and a draft that learns from what is served."""
+    from livedraft.cli.serve import run
+
+    run(
+        _settings(
+            config,
+            model={
+                "name": model, "draft": draft, "learn": learn, "state": state and str(state), "dtype": dtype,
+                "num_threads": threads,
+            },
+            speculation={"num_speculative_tokens": num_speculative_tokens},
+            engine={"max_num_seqs": max_num_seqs, "max_model_len": max_model_len},
+            server={
+                "host": host, "port": port, "served_model_name": served_model_name,
+                "api_keys": tuple(api_key) if api_key else None, "max_queue": max_queue,
+                "per_request_metrics": per_request_metrics,
+            },
+        ),
+        is_verbose=verbose,
+    )  # fmt: skip
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Argument(help="Loaded here, unless --url names a server.")] = None,
+    url: Annotated[str | None, typer.Option(help="Attach to a server, such as http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the server.")] = None,
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    stats: Annotated[bool, typer.Option("--stats", help="After each answer: tokens/s, acceptance, draft.")] = False,
+    draft: OptDraft = None,
+    state: State = None,
+    dtype: OptDtype = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+) -> None:
+    """Talk to a model: a running server's, or one loaded here. Ends with Ctrl-D; nothing is stored or learned from."""
+    from livedraft.cli.chat import run
+
+    settings = _settings(
+        config,
+        model={"name": model, "draft": draft, "state": state and str(state), "dtype": dtype, "num_threads": threads},
+    )
+    run(
+        settings, url=url, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens,
+        prints_stats=stats,
+    )  # fmt: skip
+
+
+@config_app.command("show")
+def config_show(config: ConfigFile = None, as_json: Json = False) -> None:
+    """What a server started here would use, file and environment included."""
+    from livedraft.cli.config import show
+
+    show(_settings(config), as_json=as_json)
+
+
+def _settings(file: Path | None, **flags: dict[str, Any]) -> Settings:
+    from livedraft.settings import load_settings
+
+    return load_settings(file, flags)
 
 
 @app.command()

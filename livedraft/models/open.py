@@ -27,6 +27,24 @@ class OpenModel:
     """Laid out for the execution path; with `native` only."""
     hf_model: Any = None
 
+    @property
+    def num_parameters(self) -> int:
+        if self.native is not None:
+            return sum(tensor.numel() for tensor in self.native.tensors.values())
+        return sum(parameter.numel() for parameter in self.hf_model.parameters())
+
+    def kv_bytes_per_position(self, path: ExecutionPath, num_draft_layers: int) -> int:
+        """Keys and values of one token, for the target and a draft of so many of its layers."""
+        if self.native is not None:
+            config = self.native.config
+            num_layers, num_heads, width = config.num_layers, config.num_kv_heads, config.head_width
+        else:
+            raw = self.hf_model.config
+            num_layers, num_draft_layers = int(raw.num_hidden_layers), 0
+            num_heads = int(getattr(raw, "num_key_value_heads", None) or raw.num_attention_heads)
+            width = int(getattr(raw, "head_dim", None) or raw.hidden_size // raw.num_attention_heads)
+        return 2 * (num_layers + num_draft_layers) * num_heads * width * path.dtype.itemsize
+
     def runtime(self, path: ExecutionPath, *, num_slots: int, max_length: int) -> ModelStep:
         """The model step with a cache of its own. Raises UserError when the model cannot be rewound."""
         if self.native is None or self.weights is None:

@@ -117,8 +117,9 @@ def test_mixed_greedy_seeded_and_unseeded_batch():
         assert outputs[index] == plain([PROMPTS[index]], **modes[index])[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "repetition_penalty": 1.2, "logit_bias": ((9, 2.0),)}])
 @pytest.mark.parametrize("weights", ["full", "trimmed"])
-def test_unseeded_sampling_equals_the_target_in_distribution(weights):
+def test_unseeded_sampling_equals_the_target_in_distribution(weights, options):
     """Two-token outputs of 6,000 unseeded requests, against the exact joint law computed from the target's logits."""
     num_requests, temperature = 6000, 0.7
     draft = perturbed_draft(MODEL, noise=0.2)
@@ -127,14 +128,28 @@ def test_unseeded_sampling_equals_the_target_in_distribution(weights):
     served = engine(target, draft_model(draft, target), k=2)
     prompt = [5, 9]
     # max_tokens 2 leaves k = 1, so the first token is accepted or recovered and the second a bonus or a later round's.
-    outputs = serve(served, [request(prompt, i, temperature=temperature, max_tokens=2) for i in range(num_requests)])
+    sampling = {"temperature": temperature, "max_tokens": 2, **options}
+    outputs = serve(served, [request(prompt, i, **sampling) for i in range(num_requests)])
     assert 0.1 < served.stats.acceptance_rate < 0.98
     reference = decoder(MODEL)
-    first = reference.forward(prompt, [0, 1], [0, 0], [1]).logits_RV[0].div(temperature).softmax(-1).double()
+
+    def law(logits_V, output):
+        """By the definition of the penalties, one token at a time, independent of `PrefixState`."""
+        logits_V = logits_V.double()
+        for token in range(VOCABULARY_SIZE):
+            if options and token in [*prompt, *output]:
+                factor = options["repetition_penalty"]
+                logits_V[token] = logits_V[token] / factor if logits_V[token] > 0 else logits_V[token] * factor
+            if options and token in output:
+                logits_V[token] -= options["presence_penalty"]
+        for token, addend in options.get("logit_bias", ()):
+            logits_V[token] += addend
+        return (logits_V / temperature).softmax(-1)
+
+    first = law(reference.forward(prompt, [0, 1], [0, 0], [1]).logits_RV[0], [])
     joint = {}
     for token in range(VOCABULARY_SIZE):
-        logits = reference.forward([token], [2], [0], [0]).logits_RV[0]
-        second = logits.div(temperature).softmax(-1).double()
+        second = law(reference.forward([token], [2], [0], [0]).logits_RV[0], [token])
         joint.update({(token, other): (first[token] * second[other]).item() for other in range(VOCABULARY_SIZE)})
     counts: dict[tuple[int, int], int] = {}
     for output in outputs:

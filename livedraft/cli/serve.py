@@ -1,0 +1,110 @@
+"""`livedraft serve`: the application under uvicorn, a banner when the model is there, a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+
+from livedraft.config import ServerConfig
+from livedraft.records import UserError
+from livedraft.server.app import Server, create_app
+from livedraft.server.local import open_llm, serve_llm
+from livedraft.settings import Settings
+
+_POLL_SECONDS = 0.05
+_CLOSE_SECONDS = 5
+
+
+def run(settings: Settings, *, is_verbose: bool) -> None:
+    """Until SIGTERM or SIGINT. Raises UserError when the model does not load or the address is taken."""
+    if is_verbose:
+        for name in ("livedraft", "livedraft.access"):
+            logging.getLogger(name).setLevel(logging.INFO)
+    config = settings.server
+    server = Server(config, lambda: serve_llm(open_llm(settings, learn=settings.model.learn), settings))
+    # uvicorn's own access log would name clients; `Gate` writes one line a request instead.
+    http = _DrainingServer(
+        uvicorn.Config(
+            create_app(server),
+            host=config.host,
+            port=config.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        ),
+        server,
+    )
+    try:
+        http.run()
+    except SystemExit as error:  # uvicorn's way to say that it could not listen; the reason is logged
+        raise UserError(f"{config.host}:{config.port} cannot be listened on; give another --host or --port.") from error
+    if server.load_error is not None:
+        raise server.load_error
+
+
+class _DrainingServer(uvicorn.Server):
+    """First signal: no new requests, running ones finish. Second signal, or drain_timeout_seconds later: the end."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._server.phase in ("draining", "failed") or sig == signal.SIGINT:
+            self.should_exit = True
+        self._server.drain()
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started:
+            self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        server = self._server
+        while server.phase == "loading":
+            await asyncio.sleep(_POLL_SECONDS)
+        if server.phase == "ready":
+            self._print_banner()
+        while server.phase == "ready":
+            await asyncio.sleep(_POLL_SECONDS)
+        deadline = time.monotonic() + server.config.drain_timeout_seconds
+        while server.num_open and time.monotonic() < deadline and not self.should_exit:
+            await asyncio.sleep(_POLL_SECONDS)
+        self.should_exit = True
+
+    def _print_banner(self) -> None:
+        served, config = self._server.served, self._server.config
+        assert served is not None
+        port = self.servers[0].sockets[0].getsockname()[1]
+        url = f"http://{_in_url(config.host)}:{port}"
+        lines = [
+            *served.banner,
+            ("address", f"{url}/v1 (OpenAI's API), {url}/metrics, {url}/health"),
+            ("access", "API key needed for /v1" if config.api_keys else _openness(config)),
+        ]
+        for name, text in lines:
+            print(f"{name:>9}  {text}")
+        key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
+        print(
+            f"\ncurl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d "
+            f'\'{{"model": "{served.name}", "messages": [{{"role": "user", "content": "Name three rivers."}}]}}\'',
+            flush=True,
+        )
+        sys.stdout.flush()
+
+
+def _in_url(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _openness(config: ServerConfig) -> str:
+    is_local = config.host in ("127.0.0.1", "localhost", "::1")
+    return "this machine only, no key" if is_local else "open to the network without a key; set one with --api-key"

@@ -1,0 +1,282 @@
+"""The HTTP application: OpenAI's endpoints over any `Backend`, health, metrics.
+
+A request's way: `Gate` (id, key, size) -> validation -> `openai_api` (template, tokens, limits; off the event loop) -> the
+backend's queue -> updates, one a round -> text and JSON here, on the event loop -> the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from livedraft import __version__
+from livedraft.config import ServerConfig
+from livedraft.records import Update
+from livedraft.server.errors import ApiError, error_body, error_response, from_validation
+from livedraft.server.gate import Gate, Receive, Scope, Send
+from livedraft.server.handover import Handover, Queue
+from livedraft.server.metrics import Metrics
+from livedraft.server.openai_api import Job, Served, chat_job, completion_job
+from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest
+
+logger = logging.getLogger("livedraft")
+Phase = Literal["loading", "ready", "draining", "failed"]
+_RETRY_SECONDS = 2
+
+
+class Server:
+    """The state behind the routes. Everything but `load` and the backend runs on the event loop, so counts need no lock."""
+
+    def __init__(self, config: ServerConfig, load: Callable[[], Served]) -> None:
+        self.config = config
+        self._load = load
+        self.served: Served | None = None
+        self.phase: Phase = "loading"
+        self.load_error: BaseException | None = None
+        self.metrics = Metrics(lambda: self.served)
+        self.num_open = 0
+        """Choices being generated or waiting."""
+        self._handover: Handover | None = None
+
+    async def start(self) -> None:
+        self._handover = Handover(asyncio.get_running_loop())
+        try:
+            self.served = await run_in_threadpool(self._load)
+        except BaseException as error:
+            self.phase, self.load_error = "failed", error
+            raise
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    def drain(self) -> None:
+        """From now on nothing new is taken; what runs goes on."""
+        self.phase = "draining"
+
+    def ready(self) -> Served:
+        """Raises ApiError 503 while loading or draining."""
+        if self.phase != "ready" or self.served is None:
+            raise ApiError(503, f"The server is {self.phase}; try again.", retry_after_seconds=_RETRY_SECONDS)
+        return self.served
+
+    def take_places(self, num_choices: int, served: Served) -> None:
+        """Room in the queue, or ApiError 429."""
+        limit = served.max_num_seqs + self.config.max_queue
+        if self.num_open + num_choices > limit:
+            raise ApiError(
+                429,
+                f"All {limit} places are taken; try again later.",
+                code="queue_full",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        self.num_open += num_choices
+
+    def free_places(self, num_choices: int) -> None:
+        self.num_open -= num_choices
+
+    async def updates(self, job: Job, served: Served) -> AsyncGenerator[tuple[int, Update], None]:
+        """Run a job; whatever ends this early (client gone, timeout, error) cancels the rest of it."""
+        assert self._handover is not None
+        queue: Queue = asyncio.Queue()
+        arrived = time.perf_counter()
+        deadline = arrived + self.config.request_timeout_seconds
+        last_seen = [0.0] * len(job.requests)
+        unfinished = set(range(len(job.requests)))
+        try:
+            for index, request in enumerate(job.requests):
+                served.backend.submit(request, partial(self._handover.deliver, queue, index))
+            while unfinished:
+                try:
+                    index, update = await asyncio.wait_for(queue.get(), deadline - time.perf_counter())
+                except asyncio.TimeoutError as error:
+                    seconds = self.config.request_timeout_seconds
+                    raise ApiError(
+                        504, f"The request took longer than {seconds:g} seconds and was ended.", code="timeout"
+                    ) from error
+                now = time.perf_counter()
+                self._observe(update, now, arrived, last_seen[index])
+                last_seen[index] = now if update.token_ids else last_seen[index]
+                if update.finish_reason is not None:
+                    unfinished.discard(index)
+                yield index, update
+        finally:
+            for index in unfinished:
+                served.backend.cancel(job.requests[index].id)
+
+    def _observe(self, update: Update, now: float, arrived: float, last_seen: float) -> None:
+        num_tokens = len(update.token_ids)
+        if num_tokens and last_seen == 0.0:
+            self.metrics.time_to_first_token.observe(now - arrived)
+        elif num_tokens:
+            gap = (now - last_seen) / num_tokens
+            for _ in range(num_tokens):
+                self.metrics.inter_token_latency.observe(gap)
+        if update.counts is not None:
+            self.metrics.request_latency.observe(now - arrived)
+            self.metrics.queue_time.observe(update.counts.queued_seconds)
+
+    async def answer(self, job: Job, request: Request) -> Response:
+        """Run a job to its HTTP response. Raises ApiError."""
+        served = self.ready()
+        self.take_places(len(job.requests), served)
+        if job.is_stream:
+            return _Stream(self._events(job, served), on_end=lambda: self.free_places(len(job.requests)))
+        whole = asyncio.ensure_future(self._whole(job, served))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            whole.cancel()  # no effect on one that is done
+            self.free_places(len(job.requests))
+        try:
+            return JSONResponse(await whole)
+        except asyncio.CancelledError:
+            return Response(status_code=499)  # the client is gone; nobody reads this
+
+    async def _whole(self, job: Job, served: Served) -> dict[str, Any]:
+        async with contextlib.aclosing(self.updates(job, served)) as updates:
+            async for index, update in updates:
+                job.choices[index].take(update)
+        return job.response()
+
+    async def _events(self, job: Job, served: Served) -> AsyncIterator[str]:
+        try:
+            async with contextlib.aclosing(self.updates(job, served)) as updates:
+                async for index, update in updates:
+                    pieces = job.choices[index].take(update)
+                    if pieces:
+                        yield "".join(job.chunk([piece]) for piece in pieces)
+            last = job.last_chunk()
+            if last is not None:
+                yield last
+        except ApiError as error:  # the status line is long gone: say it in the stream
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; `on_end` runs also when the client left before the first one was asked for."""
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_UNBUFFERED)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {}}}
+    for status, text in {
+        400: "Something in the request cannot be honoured; the error names the field.",
+        401: "The API key is missing or wrong.",
+        404: "No such model.",
+        413: "The body is too large.",
+        422: "Not used: validation errors answer 400.",
+        429: "The queue is full.",
+        503: "Loading or draining.",
+    }.items()
+}
+
+
+def create_app(server: Server) -> FastAPI:
+    """The application around a server; starting it begins to load the model, and serves /health meanwhile."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.ensure_future(server.start())
+        loading.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # whoever runs the server reports it
+        yield
+        if not loading.done():
+            await asyncio.wait({loading})
+        if server.served is not None:
+            await run_in_threadpool(server.served.close)
+
+    app = FastAPI(title="livedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    app.add_middleware(Gate, api_keys=server.config.api_keys, max_bytes=server.config.max_request_bytes)
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
+        return error_response(from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> Response:
+        return error_response(ApiError(error.status_code, f"{error.detail}."))
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.exception("Request %s met an unexpected error.", request.state.request_id, exc_info=error)
+        return error_response(ApiError(500, "The server failed on this request; report it with its x-request-id."))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": server.phase}, status_code=200 if server.phase == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await run_in_threadpool(server.metrics.render), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(server.ready())]}
+
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model(model: str) -> dict[str, Any]:
+        served = server.ready()
+        if model != served.name:
+            raise ApiError(404, f"There is no model {model!r} here.", param="model", code="model_not_found")
+        return _model_card(served)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        return await complete(chat_job, body, request)
+
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete(completion_job, body, request)
+
+    async def complete(prepare: Callable[..., Job], body: Any, request: Request) -> Response:
+        job = await run_in_threadpool(
+            prepare, body, server.ready(), id=request.state.request_id, reports_counts=server.config.per_request_metrics
+        )
+        return await server.answer(job, request)
+
+    return app
+
+
+def _model_card(served: Served) -> dict[str, Any]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "livedraft",
+        "max_model_len": served.backend.max_model_len,
+    }

@@ -1,0 +1,99 @@
+"""What every request passes before a route sees it: an id, the API key, the size limit; and one access-log line after.
+
+Pure ASGI, because wrappers that buffer would delay streamed tokens and hide a client's going away.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from livedraft.server.errors import ApiError, error_response
+
+access_logger = logging.getLogger("livedraft.access")
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_MAX_ID_CHARACTERS = 64
+
+
+class Gate:
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, api_keys: tuple[str, ...], max_bytes: int
+    ) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status, num_bytes = time.perf_counter(), 0, 0
+
+        async def receive_limited() -> MutableMapping[str, Any]:
+            """For bodies that come in pieces without saying how long they are: past the limit nothing more is read."""
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            return {"type": "http.disconnect"} if num_bytes > self._max_bytes else message
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        async def send_unless_too_large(message: MutableMapping[str, Any]) -> None:
+            if num_bytes <= self._max_bytes:
+                await send_with_id(message)
+
+        error = self._refusal(scope, headers)
+        try:
+            if error is None:
+                await self._app(scope, receive_limited, send_unless_too_large)
+                error = self._too_large() if num_bytes > self._max_bytes else None
+            if error is not None:
+                await error_response(error)(scope, receive, send_with_id)
+        finally:
+            # Paths, never bodies: prompts do not belong in a log.
+            milliseconds = 1000 * (time.perf_counter() - started)
+            access_logger.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, milliseconds)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if (
+            self._api_keys
+            and scope["path"].startswith("/v1/")
+            and not self._has_key(headers.get(b"authorization", b""))
+        ):
+            return ApiError(
+                401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:18]) > self._max_bytes:
+            return self._too_large()
+        return None
+
+    def _has_key(self, authorization: bytes) -> bool:
+        scheme, _, given = authorization.partition(b" ")
+        # Every key is compared, in constant time, so the time taken tells nothing.
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_bytes} bytes, which is this server's limit.")
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own, if it is short and plain; a new one otherwise."""
+    text = (given or b"").decode("latin-1")
+    is_plain = 0 < len(text) <= _MAX_ID_CHARACTERS and text.isascii() and all(c.isalnum() or c in "-_." for c in text)
+    return text if is_plain else uuid.uuid4().hex

@@ -1,0 +1,32 @@
+"""From the engine's thread to the event loop: one wake-up a round, however many requests moved in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from livedraft.records import Update
+
+Queue = asyncio.Queue[tuple[int, Update]]
+
+
+class Handover:
+    """`deliver` is called from any thread; queues are filled on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: deque[tuple[Queue, int, Update]] = deque()
+        self._is_scheduled = False
+
+    def deliver(self, queue: Queue, index: int, update: Update) -> None:
+        """Raises RuntimeError when the event loop is gone."""
+        self._pending.append((queue, index, update))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._is_scheduled = False  # before emptying: what comes from now on schedules anew
+        while self._pending:
+            queue, index, update = self._pending.popleft()
+            queue.put_nowait((index, update))

@@ -1,0 +1,90 @@
+"""The engine in this process behind the server: settings to an `LLM`, an `LLM` to what the application serves."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import platformdirs
+
+from livedraft.learning.process import read_trainer_status
+from livedraft.llm import LLM
+from livedraft.server.openai_api import Served
+from livedraft.settings import Settings
+
+
+def state_folder(settings: Settings) -> Path:
+    return Path(settings.model.state) if settings.model.state else platformdirs.user_state_path("livedraft")
+
+
+def open_llm(settings: Settings, *, learn: bool) -> LLM:
+    """Raises UserError or ValueError as `LLM`."""
+    model = settings.model
+    can_learn = learn and model.draft != "none" and settings.speculation.method != "none"
+    keeps_state = can_learn or model.state is not None
+    return LLM(
+        model.name,
+        draft=model.draft,
+        state=state_folder(settings) if keeps_state else None,
+        learn=can_learn,
+        dtype=model.dtype,
+        device=model.device,
+        num_threads=model.num_threads,
+        engine=settings.engine,
+        speculation=settings.speculation,
+        learning=settings.learning,
+    )
+
+
+def serve_llm(llm: LLM, settings: Settings) -> Served:
+    """From here on the engine belongs to its loop."""
+    given = settings.model.name
+    name = settings.server.served_model_name or (Path(given).resolve().name if Path(given).exists() else given)
+    return Served(
+        name=name,
+        backend=llm.loop(),
+        tokenizer=llm.tokenizer,
+        make_request=llm.request,
+        fingerprint=f"fp_{llm.target_fingerprint}",
+        max_num_seqs=llm.engine.config.max_num_seqs,
+        learning=lambda: _learning_gauges(llm),
+        banner=_banner(llm, name),
+        close=llm.close,
+    )
+
+
+def _learning_gauges(llm: LLM) -> dict[str, float]:
+    if llm.trainer is None or llm.capture is None or llm.state is None:
+        return {"enabled": 0.0}
+    gauges = {
+        "enabled": 1.0,
+        "trainer_up": float(llm.trainer.pid is not None),
+        "traces_dropped": float(llm.capture.num_dropped),
+    }
+    try:
+        status = read_trainer_status(llm.state)
+    except sqlite3.Error:  # locked just now: the next scrape will see it
+        return gauges
+    return gauges | {name: float(status[name]) for name in ("num_steps", "num_trained") if name in status}
+
+
+def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:
+    engine = llm.engine
+    config = engine.config
+    draft = engine.draft_version
+    if engine.draft is None:
+        draft += ": plain decoding, as asked" if llm.is_plain_by_choice else ": this target's family decodes plainly"
+    elif draft == "untrained":
+        draft += " (the target's first layers; no trained version in the state folder)"
+    learning = "off: nothing is stored"
+    if llm.capture is not None:
+        learning = f'on: traces and drafts in {llm.state}; off with --no-learn, for one request with "store": false'
+    return [
+        ("model", f"{name}, {llm.num_parameters / 1e6:.0f} M parameters, {llm.path.description}"),
+        ("draft", draft),
+        (
+            "memory",
+            f"{config.max_num_seqs} slots of {config.max_model_len} tokens, {llm.kv_gib:.2f} GiB of KV when full",
+        ),
+        ("learning", learning),
+    ]

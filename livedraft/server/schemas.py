@@ -1,0 +1,166 @@
+"""What clients may send: OpenAI's request bodies, with vLLM's names for what OpenAI lacks. Anything else is refused by name.
+
+Ranges that `SamplingParams` checks are not repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+_StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """Unknown fields are errors; an explicit null is the same as leaving the field out, as clients write both."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class FunctionDefinition(Body):
+    name: str = Field(min_length=1, max_length=64)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: Literal[False] = False
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with type json_schema, and only with it")
+        return self
+
+
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Sampled(Body):
+    """What both endpoints take."""
+
+    model: str = Field(description="A name that GET /v1/models lists.")
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(0, description="0 or -1 switches it off.")
+    min_p: float = 0.0
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = Field(default_factory=list)
+    max_tokens: int | None = Field(None, ge=1)
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] = Field(default_factory=dict)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    store: bool = Field(True, description="false keeps the request out of the trace store, and so out of learning.")
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    ] = Field(default_factory=dict)
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=32,
+        description="At most this many drafted tokens a round; 0 decodes plainly. Never changes the answer.",
+    )
+
+    @model_validator(mode="after")
+    def _options_belong(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatCompletionRequest(Sampled):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] | None = None
+
+    @model_validator(mode="after")
+    def _chat_options_belong(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+
+class CompletionRequest(Sampled):
+    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def _completion_options_belong(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not computed")
+        return self

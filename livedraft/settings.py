@@ -1,0 +1,121 @@
+"""All settings of a server: defaults < TOML file < environment < flags, each room's own frozen dataclass checked once.
+
+The environment writes LIVEDRAFT_SERVER__PORT=9000, the file a table [server] with port = 9000.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from livedraft.config import EngineConfig, LearningConfig, ServedModelConfig, ServerConfig, SpeculationConfig
+from livedraft.records import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_PREFIX = "LIVEDRAFT_"
+_OTHER_VARIABLES = ("LIVEDRAFT_MODELS", "LIVEDRAFT_CONFIG")
+"""Read elsewhere: where models are kept, and which file to read."""
+SECTIONS: dict[str, type] = {
+    "model": ServedModelConfig,
+    "engine": EngineConfig,
+    "speculation": SpeculationConfig,
+    "learning": LearningConfig,
+    "server": ServerConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    model: ServedModelConfig = field(default_factory=ServedModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    learning: LearningConfig = field(default_factory=LearningConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """For `config show`: every value, keys hidden."""
+        values = {name: asdict(getattr(self, name)) for name in SECTIONS}
+        values["server"]["api_keys"] = ["***"] * len(self.server.api_keys)
+        return values
+
+
+def load_settings(
+    file: Path | None, flags: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """Raises UserError that names the key, where it came from, and what was probably meant.
+
+    `flags` holds only what was given; None values do not count.
+    """
+    file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    origin: dict[tuple[str, str], str] = {}
+    given = {name: {k: v for k, v in values.items() if v is not None} for name, values in flags.items()}
+    for source, values in (
+        (str(file), _from_file(file) if file else {}),
+        ("the environment", _from_environment(environment)),
+        ("the command line", given),
+    ):
+        for section, entries in values.items():
+            _check_name(section, list(SECTIONS), source)
+            if not isinstance(entries, Mapping):
+                raise UserError(f"{section} in {source} must be a table of settings.")
+            for key, value in entries.items():
+                _check_name(key, [one.name for one in fields(SECTIONS[section])], f"[{section}] of {source}")
+                merged[section][key] = value
+                origin[section, key] = source
+    return Settings(**{section: _section(section, values, origin) for section, values in merged.items()})
+
+
+def _section(section: str, values: dict[str, Any], origin: Mapping[tuple[str, str], str]) -> Any:
+    try:
+        return _ADAPTERS[section].validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        where = f" (from {origin[section, key]})" if (section, key) in origin else ""
+        raise UserError(f"{section}.{key}: {message}{where}." if key else f"{section}: {message}.") from error
+
+
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in SECTIONS.items()}
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"The settings file {file} is not there.")
+    try:
+        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+        return values
+    except (ValueError, OSError) as error:  # what is no TOML, or no UTF-8, is a ValueError
+        raise UserError(f"The settings file {file} cannot be read: {error}.") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in environment.items():
+        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES:
+            continue
+        section, _, key = name.removeprefix(_PREFIX).lower().partition("__")
+        if section not in SECTIONS or not key:
+            known = [f"{_PREFIX}{one.upper()}__..." for one in SECTIONS]
+            raise UserError(f"The environment variable {name} is none of {', '.join([*known, *_OTHER_VARIABLES])}.")
+        values.setdefault(section, {})[key] = tuple(value.split(",")) if key == "api_keys" else value
+    return values
+
+
+def _check_name(name: str, known: list[str], source: str) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else f" Known are {', '.join(known)}."
+        raise UserError(f"There is no setting {name!r} in {source}.{hint}")
