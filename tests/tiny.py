@@ -20,7 +20,7 @@ from livedraft.speculation.draft_model import DraftModel
 
 FLOAT32 = ExecutionPath(device=torch.device("cpu"), dtype=torch.float32, is_prepacked=False)
 VOCABULARY_SIZE = 64
-COSTS = CostModel(target_seconds_by_rows={1: 1.0, 9: 1.0, 64: 1.5}, draft_step_seconds=0.05)
+COSTS = CostModel(target_seconds_by_rows={1: 1.0, 9: 1.0, 64: 1.5}, draft_seconds_by_requests={1: 0.05})
 
 TINY = ModelConfig(
     family="llama",

@@ -63,10 +63,10 @@ async def _converse(settings: Settings, url: str | None, api_key: str | None, sy
 
 async def _local_client(settings: Settings, stack: AsyncExitStack) -> httpx.AsyncClient:
     """The server's own application, without a socket."""
-    from livedraft.server.app import Server, create_app
+    from livedraft.server.app import Server, create_app, in_thread_of_its_own
     from livedraft.server.local import open_llm, serve_llm
 
-    llm = await asyncio.to_thread(open_llm, settings, learn=False)
+    llm = await in_thread_of_its_own(lambda: open_llm(settings, learn=False))
     for name, text in (served := serve_llm(llm, settings)).banner:
         print(f"{name:>9}  {text}", file=sys.stderr)
     config = replace(ServerConfig(), per_request_metrics=True, request_timeout_seconds=1e9)

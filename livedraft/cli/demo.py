@@ -21,8 +21,8 @@ from statistics import mean, median
 from typing import Any
 
 from livedraft.bench.alternate import Timing, alternate
+from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
-from livedraft.cli.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.config import EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
 from livedraft.drafts.registry import DATABASE_NAME

@@ -223,6 +223,35 @@ def bench_speed(
     )  # fmt: skip
 
 
+@bench_app.command("serve")
+def bench_serve(
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a client in each round.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="Alternations of direct, plain and speculative.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of every answer, in tokens.")] = 64,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; left out, the demo's plant shop.")] = None,
+    draft: Draft = "auto",
+    state: State = None,
+    num_speculative_tokens: NumSpeculative = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Over HTTP: tokens a second, time to first token and between pieces, with and without speculation."""
+    from livedraft.bench.serve import run
+    from livedraft.records import UserError
+
+    clients = [int(part) for part in concurrency.split(",") if part.strip().isdigit()]
+    if not clients or min(clients) < 1 or len(clients) != len(concurrency.split(",")):
+        raise UserError(f"--concurrency takes numbers of clients with commas, such as 1,4,16; got {concurrency!r}.")
+    run(
+        concurrency=clients, requests_per_client=requests, num_rounds=rounds, max_tokens=max_tokens,
+        prompts_path=prompts, draft=draft, state=state, model=model, dtype=dtype, threads=threads,
+        num_speculative_tokens=num_speculative_tokens, as_json=as_json,
+    )  # fmt: skip
+
+
 def main() -> None:
     """Entry point: an error of the user's is one sentence on standard error and exit code 1, never a traceback."""
     from livedraft.records import UserError

@@ -7,6 +7,7 @@ through `offer_draft` and taken up between rounds.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,11 +54,11 @@ class Engine:
         target_fingerprint: str = "",
         trace_sink: TraceSink | None = None,
         costs: CostModel | None = None,
+        prior: float = 0.3,
         text_stream: Callable[[Sequence[str]], TextStream] | None = None,
     ) -> None:
-        """`text_stream` makes what finds stop strings; without it requests with stop strings are refused.
-
-        Slots of `target` past config.max_num_seqs keep prefixes of finished requests.
+        """`prior` is the acceptance expected of the first draft. `text_stream` makes what finds stop strings; without it
+        requests with stop strings are refused. Slots of `target` past config.max_num_seqs keep prefixes of finished requests.
         """
         self.config = config
         self.speculation = speculation
@@ -72,7 +73,7 @@ class Engine:
         )
         self.draft = draft
         self.costs = costs or self.runner.measure_costs(draft)
-        self.lengths = self.new_length_policy()
+        self.lengths = self.new_length_policy(prior)
         self.stats = SpeculationStats()
         self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
         """By (route, version): what each version's own proposals came to."""
@@ -147,11 +148,12 @@ class Engine:
         """The version really served, not the one the registry names."""
         return self.draft.version if self.draft else "none"
 
-    def new_length_policy(self) -> DraftLengthPolicy:
+    def new_length_policy(self, prior: float = 0.3) -> DraftLengthPolicy:
         return DraftLengthPolicy(
             self.costs,
             max_tokens=self.speculation.max_num_speculative_tokens,
             fixed=self.speculation.num_speculative_tokens,
+            prior=prior,
         )
 
     def offer_draft(self, draft: DraftModel | None, prior: float | None = None) -> None:
@@ -267,7 +269,19 @@ class Engine:
             return [DraftLength(k=0)] * len(entries)
         num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit == 0)
         length = self.lengths.choose(num_drafting, num_other_rows)
+        if length.is_probe:
+            limits = self._only_cheapest(entries, limits)
         return [replace(length, k=min(length.k, limit)) for limit in limits]
+
+    def _only_cheapest(self, entries: list[RoundEntry], limits: list[int]) -> list[int]:
+        """The request whose draft cache lags least: after rounds without drafting all of them lag, and catching up is dear."""
+        assert self.draft is not None
+        lags = [
+            len(entry.state.token_ids) - self.draft.lengths[entry.state.slot] if limit else sys.maxsize
+            for entry, limit in zip(entries, limits, strict=True)
+        ]
+        cheapest = lags.index(min(lags))
+        return [limit if index == cheapest else 0 for index, limit in enumerate(limits)]
 
     def _verdicts(
         self, entries: list[RoundEntry], proposals: list[Proposal | None], target_logits: list[torch.Tensor]

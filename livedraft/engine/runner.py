@@ -18,6 +18,7 @@ from livedraft.speculation.draft_length import CostModel, DraftLength
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.proposer import ProposalTask, Proposer
 
+_COST_REQUESTS = (1, 2, 4, 8, 16)
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
 
@@ -66,18 +67,18 @@ class Runner:
         return list(logits_RV.split(num_logits))
 
     def measure_costs(self, draft: DraftModel | None, num_repeats: int = 3) -> CostModel:
-        """Time isolated passes on idle slots: the target over several row counts, the draft over one row.
+        """Time isolated passes on idle slots: the target over several row counts, the draft over several requests.
 
-        Overwrites slot 0, so it runs before any request.
+        Overwrites the slots, so it runs before any request.
         """
         start = min(64, max(0, self.target.max_length - max(_COST_ROWS)))
         row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
         seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
-        draft_seconds = 0.0
+        draft_seconds = {1: 0.0}
         if draft is not None:
-            run, argmax = _pass(draft.decoder, 1, start), torch.Tensor.argmax
-            draft_seconds = _median_seconds(lambda: argmax(run(), -1).tolist(), 5 * num_repeats)
-        return CostModel(target_seconds_by_rows=seconds, draft_step_seconds=draft_seconds)
+            batches = [batch for batch in _COST_REQUESTS if batch <= draft.decoder.num_slots]
+            draft_seconds = {batch: _median_seconds(_draft_step(draft, batch), 5 * num_repeats) for batch in batches}
+        return CostModel(target_seconds_by_rows=seconds, draft_seconds_by_requests=draft_seconds)
 
 
 def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float], float]) -> ProposalTask:
@@ -98,6 +99,13 @@ def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float
 def _pass(decoder: ModelStep, rows: int, start: int) -> Callable[[], torch.Tensor]:
     token_ids, positions = [0] * rows, list(range(start, start + rows))
     return lambda: decoder.forward(token_ids, positions, [0] * rows, list(range(rows))).logits_RV
+
+
+def _draft_step(draft: DraftModel, batch: int) -> Callable[[], object]:
+    """One token of each of `batch` requests, as drafting does it: the choice included."""
+    position = min(64, draft.max_length - 1)
+    tokens, positions, slots = [0] * batch, [position] * batch, list(range(batch))
+    return lambda: draft.decoder.forward(tokens, positions, slots, slots).logits_RV.argmax(-1).tolist()
 
 
 def _median_seconds(run: Callable[[], object], num_repeats: int) -> float:

@@ -12,8 +12,9 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -33,6 +34,7 @@ from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest
 
 logger = logging.getLogger("livedraft")
 Phase = Literal["loading", "ready", "draining", "failed"]
+T = TypeVar("T")
 _RETRY_SECONDS = 2
 
 
@@ -53,7 +55,7 @@ class Server:
     async def start(self) -> None:
         self._handover = Handover(asyncio.get_running_loop())
         try:
-            self.served = await run_in_threadpool(self._load)
+            self.served = await in_thread_of_its_own(self._load)
         except BaseException as error:
             self.phase, self.load_error = "failed", error
             raise
@@ -183,6 +185,19 @@ class _Stream(StreamingResponse):
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def in_thread_of_its_own(function: Callable[[], T]) -> T:
+    """For loading models: the thread ends, and with it the OpenMP pool that loading made.
+
+    A pool that lives on makes the runtime count more threads than cores, and then the engine's own pool sleeps between
+    operations instead of spinning: a third of the speed at batch 1.
+    """
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(executor, function)
+        finally:
+            executor.shutdown(wait=False)
 
 
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -29,33 +29,43 @@ class DraftLength:
 
     k: int
     stop_below: float = 0.0
+    is_probe: bool = False
+    """Only to see whether drafting pays again: one request of the round is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of one target pass by number of rows, and of one draft step. Measured at start on this machine."""
+    """Seconds of one target pass by number of rows, and of one draft step by number of requests. Measured at start on this
+    machine."""
 
     target_seconds_by_rows: dict[int, float]
-    draft_step_seconds: float
+    draft_seconds_by_requests: dict[int, float]
 
     def target_seconds(self, num_rows: int) -> float:
-        """Interpolated between measured row counts, extrapolated along the last stretch."""
-        rows = sorted(self.target_seconds_by_rows)
-        costs = [self.target_seconds_by_rows[row] for row in rows]
-        if len(rows) == 1:
-            return costs[0]
-        right = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
-        share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
-        return max(costs[0], costs[right - 1] + share * (costs[right] - costs[right - 1]))
+        return _interpolated(self.target_seconds_by_rows, num_rows)
+
+    def draft_step_seconds(self, num_requests: int) -> float:
+        return _interpolated(self.draft_seconds_by_requests, num_requests)
 
     @property
     def draft_cost(self) -> float:
-        """c: one draft step in target steps."""
-        return self.draft_step_seconds / self.target_seconds(1)
+        """c: one draft step in target steps, at batch 1."""
+        return self.draft_step_seconds(1) / self.target_seconds(1)
 
     def verify_cost(self, num_tokens: int) -> float:
         """V(n): a pass over n tokens in target steps."""
         return self.target_seconds(num_tokens) / self.target_seconds(1)
+
+
+def _interpolated(measured: dict[int, float], count: int) -> float:
+    """Between measured counts along a line, past the last along the last stretch, never below the first."""
+    counts = sorted(measured)
+    costs = [measured[one] for one in counts]
+    if len(counts) == 1:
+        return costs[0]
+    right = min(max(1, bisect_left(counts, count)), len(counts) - 1)
+    share = (count - counts[right - 1]) / (counts[right] - counts[right - 1])
+    return max(costs[0], costs[right - 1] + share * (costs[right] - costs[right - 1]))
 
 
 def expected_tokens(acceptance_by_position: list[float], k: int) -> float:
@@ -120,9 +130,9 @@ class DraftLengthPolicy:
         best = self.best(num_requests, num_other_rows)
         if best == 0:
             is_probe = self.num_rounds % PROBE_INTERVAL == 0
-            return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0)
+            return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0, is_probe=is_probe)
         rows = num_requests * (best + 1) + num_other_rows
-        one_more = self.costs.draft_step_seconds + self.costs.target_seconds(rows + num_requests)
+        one_more = self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows + num_requests)
         extra_seconds = one_more - self.costs.target_seconds(rows)
         next_acceptance = max(self.acceptance_by_position[best - 1], 1e-3)
         # Worth it while reach * next_acceptance / extra_seconds exceeds the round's own tokens a second.
@@ -137,7 +147,7 @@ class DraftLengthPolicy:
     def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int) -> float:
         """Of one request, when all draft k tokens."""
         rows = num_requests * (k + 1) + num_other_rows
-        seconds = k * self.costs.draft_step_seconds + self.costs.target_seconds(rows)
+        seconds = k * self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows)
         return expected_tokens(self.acceptance_by_position, k) / seconds
 
 

@@ -117,7 +117,9 @@ def test_mixed_greedy_seeded_and_unseeded_batch():
         assert outputs[index] == plain([PROMPTS[index]], **modes[index])[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "repetition_penalty": 1.2, "logit_bias": ((9, 2.0),)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"presence_penalty": 1.5, "repetition_penalty": 1.2, "logit_bias": ((9, 2.0),)}]
+)
 @pytest.mark.parametrize("weights", ["full", "trimmed"])
 def test_unseeded_sampling_equals_the_target_in_distribution(weights, options):
     """Two-token outputs of 6,000 unseeded requests, against the exact joint law computed from the target's logits."""

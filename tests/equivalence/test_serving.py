@@ -72,7 +72,8 @@ class Bench:
             "draft": good,
             "poor draft": perturbed_draft(model, noise=0.3, num_tokens=TEXT_CONFIG.vocabulary_size),
             "trimmed draft": DraftWeights(
-                tensors={**good.tensors, "head": good.tensors["head"][rows]}, draft_to_target_W=good.draft_to_target_W[rows]
+                tensors={**good.tensors, "head": good.tensors["head"][rows]},
+                draft_to_target_W=good.draft_to_target_W[rows],
             ),
         }
         target = self.llm.engine.runner.target
@@ -209,7 +210,9 @@ def test_the_proposers_above_are_neither_always_right_nor_always_wrong(bench, pr
 def test_reference_answers_end_in_every_way(bench):
     """Guards the tests above: a stop that never comes would prove nothing about stops."""
     ends = {
-        option: {(c.finish_reason, type(c.stop_reason)) for p in PROMPTS for c in bench.plain(OPTIONS[option], p).choices}
+        option: {
+            (c.finish_reason, type(c.stop_reason)) for p in PROMPTS for c in bench.plain(OPTIONS[option], p).choices
+        }
         for option in OPTIONS
     }
     assert ("stop", str) in ends["stop"]

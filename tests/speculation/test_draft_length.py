@@ -14,7 +14,8 @@ from livedraft.speculation.stats import SpeculationStats
 
 def costs(c=0.05, slope=0.0):
     return CostModel(
-        target_seconds_by_rows={rows: 1.0 + slope * (rows - 1) for rows in (1, 4, 9, 64)}, draft_step_seconds=c
+        target_seconds_by_rows={rows: 1.0 + slope * (rows - 1) for rows in (1, 4, 9, 64)},
+        draft_seconds_by_requests={1: c},
     )
 
 
@@ -74,7 +75,7 @@ def test_fixed_length_is_kept():
 
 
 def test_cost_curve_is_interpolated_and_never_falls_below_one_row():
-    model = CostModel(target_seconds_by_rows={1: 1.0, 5: 1.4, 9: 0.9}, draft_step_seconds=0.1)
+    model = CostModel(target_seconds_by_rows={1: 1.0, 5: 1.4, 9: 0.9}, draft_seconds_by_requests={1: 0.1})
     assert model.target_seconds(3) == pytest.approx(1.2)
     assert model.target_seconds(9) == 1.0
     assert model.draft_cost == pytest.approx(0.1)

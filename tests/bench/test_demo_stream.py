@@ -1,4 +1,4 @@
-from livedraft.cli.demo_stream import plant_shop_prompts, repeated_share
+from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 
 
 def test_no_prompt_occurs_twice_and_the_seed_fixes_them():
