@@ -72,7 +72,7 @@ class InProcess:
         return self.run(self.http.get(path, **options))
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return self.run(self.http.post(path, json=body, **options))
+        return self.run(self.http.post(path, **({} if body is None else {"json": body}), **options))
 
     def complete(self, body: dict[str, Any], *more: dict[str, Any]) -> Any:
         """The reply to a chat (`messages`) or completion body, or to several sent together."""

@@ -211,7 +211,7 @@ class Engine:
         for other in self.scheduler.running:
             if other.num_pending > 1:
                 shared = num_shared(state.token_ids[:-1], other.token_ids)
-                if shared - other.target_length >= _WORTH_WAITING_FOR:
+                if shared >= _WORTH_WAITING_FOR and shared > other.target_length:
                     return True
         return False
 

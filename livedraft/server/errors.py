@@ -39,14 +39,12 @@ def error_response(error: ApiError) -> JSONResponse:
 
 def from_validation(error: RequestValidationError) -> ApiError:
     """The first thing wrong with a body, named by its field."""
-    first = error.errors()[0]
-    # ("body", "messages", 0, "content", "str") -> messages[0].content; union branches and line numbers are not fields.
-    param = ""
-    for part in first["loc"][1:]:
-        if isinstance(part, int):
-            param += f"[{part}]" if param else ""
-        elif part.isidentifier() and part not in _UNION_BRANCHES:
-            param += f".{part}" if param else part
+    found = error.errors()
+    param = _param(found[0]["loc"])
+    same_field = [one for one in found if _param(one["loc"]).startswith(param)]
+    # A field of several types complains once for each; the complaint that is not about the type is the one meant.
+    first = next((one for one in same_field if not one["type"].endswith("_type")), found[0])
+    param = _param(first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "this option is not supported"
@@ -54,6 +52,17 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "The body is not valid JSON.", code="invalid_json")
     where = f"{param}: " if param else ""
     return ApiError(400, f"{where}{message}.", param=param or None, code="invalid_value")
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """("body", "messages", 0, "content", "str") -> messages[0].content: branches of unions and line numbers are no fields."""
+    param = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            param += f"[{part}]" if param else ""
+        elif part.isidentifier() and part not in _UNION_BRANCHES:
+            param += f".{part}" if param else part
+    return param
 
 
 _UNION_BRANCHES = {"str", "int", "float", "bool"}

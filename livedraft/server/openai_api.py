@@ -342,8 +342,6 @@ def _request(
         request = served.make_request(prompt, None, store=body.store, tools=tools, id=engine_id)
     except UserError as error:
         raise ApiError(400, str(error), param="tools" if "tools" in str(error) else "messages") from error
-    except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: JSON can spell them, UTF-8 cannot
-        raise ApiError(400, "The prompt holds half a surrogate pair, which is not text.", param="prompt") from error
     num_left = served.backend.max_model_len - len(request.prompt_token_ids)
     max_tokens = max_completion_tokens or body.max_tokens or max(1, num_left)
     try:

@@ -5,6 +5,7 @@ Ranges that `SamplingParams` checks are not repeated here.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -120,6 +121,18 @@ class Sampled(Body):
         le=32,
         description="At most this many drafted tokens a round; 0 decodes plainly. Never changes the answer.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        """JSON can spell half a surrogate pair, which no tokenizer takes and no answer could echo."""
+        try:
+            json.dumps(data, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the body holds half a surrogate pair, which is not text") from None
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        return data
 
     @model_validator(mode="after")
     def _options_belong(self) -> Sampled:

@@ -1,0 +1,289 @@
+"""One request never harms another: cancellation at any moment, failures, a draft that breaks, a draft that is too short."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from livedraft.config import EngineConfig
+from livedraft.drafts.weights import serving_weights
+from livedraft.engine.loop import EngineLoop
+from livedraft.models.decoder import Decoder
+from livedraft.speculation.draft_model import DraftModel
+from livedraft.tokenizer import TextStream, Tokenizer
+from tests.hf_folder import byte_tokenizer
+from tests.tiny import FLOAT32, PROMPTS, decoder, draft_model, engine, perturbed_draft, random_model, request, serve
+
+MODEL = random_model()
+ALONE = [serve(engine(decoder(MODEL), None), [request(p, i)])[0] for i, p in enumerate(PROMPTS)]
+
+
+def drafting_engine(**options):
+    target = decoder(MODEL)
+    return engine(target, draft_model(perturbed_draft(MODEL, noise=0.1), target, keep_logits=True), **options)
+
+
+class BrokenGrammar:
+    """Allows everything, and raises after some tokens."""
+
+    def __init__(self, lasts):
+        self.left = lasts
+
+    def allowed_tokens(self):
+        if self.left <= 0:
+            raise RuntimeError("the grammar broke")
+        return torch.ones(64, dtype=torch.bool).numpy()
+
+    def advance(self, token_id):
+        self.left -= 1
+        return True
+
+    def retreat(self, num_tokens):
+        self.left += num_tokens
+
+
+@pytest.mark.parametrize("cancelled", range(4))
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_cancelling_at_any_moment_frees_the_slot_and_changes_nobody_else(cancelled, after):
+    served = drafting_engine(config=EngineConfig(max_num_seqs=3, max_model_len=128, prefill_token_budget=4))
+    states = [served.add_request(request(p, i)) for i, p in enumerate(PROMPTS)]  # the fourth has to wait
+    for _ in range(after):
+        served.step()
+    assert served.cancel(f"r{cancelled}") is states[cancelled]
+    assert served.cancel(f"r{cancelled}") is None
+    while served.has_work:
+        served.step()
+    assert states[cancelled].finish_reason == "cancelled"
+    for index, state in enumerate(states):
+        if index != cancelled:
+            assert state.output_token_ids == ALONE[index]
+    assert sorted(served.scheduler._free_slots) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lasts", [0, 1, 4])
+def test_a_grammar_that_breaks_fails_its_request_alone(lasts):
+    traces = []
+    served = drafting_engine(trace_sink=traces.append)
+    broken = dataclasses.replace(request(PROMPTS[1], 1), grammar=BrokenGrammar(lasts))
+    states = [served.add_request(one) for one in (request(PROMPTS[0], 0), broken, request(PROMPTS[2], 2))]
+    while served.has_work:
+        served.step()
+    assert states[1].finish_reason == "error"
+    assert states[1].error
+    assert [states[0].output_token_ids, states[2].output_token_ids] == [ALONE[0], ALONE[2]]
+    assert {trace.request_id for trace in traces} == {"r0", "r2"}
+    assert served.draft is not None
+
+
+def test_a_target_that_gives_no_numbers_fails_only_the_rows_it_spoils(monkeypatch):
+    served = drafting_engine()
+    states = [served.add_request(request(p, i, temperature=1.0)) for i, p in enumerate(PROMPTS[:2])]
+    served.step()
+    right = served.runner.verify
+
+    def spoiled(entries, proposals):
+        logits = right(entries, proposals)
+        return [torch.full_like(rows, torch.nan) if e.state is states[1] else rows for e, rows in zip(entries, logits)]
+
+    monkeypatch.setattr(served.runner, "verify", spoiled)
+    while served.has_work:
+        served.step()
+    assert [state.finish_reason for state in states] == ["length", "error"]
+
+
+def test_a_draft_that_raises_goes_out_of_service_and_no_answer_changes(monkeypatch):
+    served = drafting_engine()
+    events = []
+    served.events.subscribe(events.append)
+    states = [served.add_request(request(p, i)) for i, p in enumerate(PROMPTS)]
+    served.step()
+    served.step()
+    monkeypatch.setattr(served.draft, "propose", lambda tasks: 1 / 0)
+    while served.has_work:
+        served.step()
+    assert [state.output_token_ids for state in states] == ALONE
+    assert served.draft_version == "none"
+    assert [e["reason"] for e in events if e["event"] == "draft_failed"] == ["ZeroDivisionError: division by zero"]
+
+
+def test_past_the_drafts_context_only_that_request_decodes_plainly():
+    target = decoder(MODEL)
+    weights = perturbed_draft(MODEL, noise=0.0)
+    short = Decoder(
+        target.config,
+        serving_weights(weights, target.weights, FLOAT32),
+        num_slots=4,
+        max_length=20,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    served = engine(target, DraftModel(short, weights.draft_to_target_W, version="short"), k=4)
+    events = []
+    served.events.subscribe(events.append)
+    prompts = [[5, 9, 3], [1] * 30]
+    states = [served.add_request(request(p, i, max_tokens=40)) for i, p in enumerate(prompts)]
+    while served.has_work:
+        served.step()
+    for prompt, state in zip(prompts, states):
+        assert state.output_token_ids == serve(engine(decoder(MODEL), None), [request(prompt, max_tokens=40)])[0]
+    assert states[0].stats.acceptance_rate == 1.0  # until its own context passed the draft's
+    assert states[0].stats.num_draft_tokens >= 12
+    assert states[1].stats.num_draft_tokens == 0
+    passed = [event["request"] for event in events if event["event"] == "draft_limit_passed"]
+    assert sorted(passed) == ["r0", "r1"]  # once each
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    """While 100 prompt tokens are written 8 a round, a running request gets tokens every round."""
+    served = drafting_engine(config=EngineConfig(max_num_seqs=2, max_model_len=128, prefill_token_budget=8))
+    running = served.add_request(request(PROMPTS[0], 0, max_tokens=60))
+    served.step()
+    long = served.add_request(request([3] * 100, 1, max_tokens=4))
+    while long.num_output_tokens == 0:
+        before = running.num_output_tokens
+        served.step()
+        assert running.num_output_tokens > before
+    assert running.num_rounds >= 12
+
+
+def test_requests_own_draft_length_is_a_ceiling():
+    served = drafting_engine(k=3)
+    requests = [dataclasses.replace(request(p, i), num_speculative_tokens=i) for i, p in enumerate(PROMPTS[:3])]
+    states = [served.add_request(one) for one in requests]
+    while served.has_work:
+        served.step()
+    assert states[0].stats.num_draft_tokens == 0
+    assert [len(state.stats.num_accepted_tokens_per_pos) for state in states] == [0, 1, 2]
+    assert [state.output_token_ids for state in states] == ALONE[:3]
+
+
+# --- the loop around it ---------------------------------------------------------------------------------------------
+
+
+class Receiver:
+    def __init__(self, raises_after=None):
+        import threading
+
+        self.updates, self.ended, self.raises_after = [], threading.Event(), raises_after
+
+    def __call__(self, update):
+        if self.raises_after is not None and len(self.updates) >= self.raises_after:
+            self.ended.set()
+            raise ConnectionError("gone")
+        self.updates.append(update)
+        if update.finish_reason:
+            self.ended.set()
+
+    @property
+    def tokens(self):
+        return [token for update in self.updates for token in update.token_ids]
+
+
+@pytest.fixture
+def loop():
+    busy = []
+    made = EngineLoop(drafting_engine(), num_threads=1, on_busy=busy.append)
+    made.busy = busy
+    yield made
+    made.close()
+
+
+def test_the_loop_hands_every_token_over_once_with_the_counts_at_the_end(loop):
+    receivers = [Receiver() for _ in PROMPTS]
+    for index, (prompt, receiver) in enumerate(zip(PROMPTS, receivers)):
+        loop.submit(request(prompt, index), receiver)
+    for receiver, alone in zip(receivers, ALONE):
+        assert receiver.ended.wait(20)
+        assert receiver.tokens == alone
+        last = receiver.updates[-1]
+        assert last.finish_reason == "length"
+        assert last.counts.num_emitted_tokens == len(alone)
+        assert last.counts.num_accepted_tokens <= last.counts.num_draft_tokens
+        assert all(update.counts is None for update in receiver.updates[:-1])
+    snapshot = loop.snapshot()
+    assert snapshot["num_requests_running"] == snapshot["num_requests_waiting"] == 0
+    assert snapshot["finished"] == {"length": 4}
+    assert snapshot["generation_tokens"] == sum(map(len, ALONE))
+    assert loop.busy[0] is True
+
+
+def test_a_receiver_that_raises_loses_its_request_and_nobody_elses(loop):
+    broken, good = Receiver(raises_after=1), Receiver()
+    loop.submit(request(PROMPTS[0], 0), broken)
+    loop.submit(request(PROMPTS[1], 1), good)
+    assert broken.ended.wait(20)
+    assert good.ended.wait(20)
+    assert good.tokens == ALONE[1]
+    later = Receiver()
+    loop.submit(request(PROMPTS[2], 2), later)
+    assert later.ended.wait(20)
+    assert later.tokens == ALONE[2]
+    assert loop.snapshot()["num_requests_running"] == 0
+
+
+def test_a_round_that_raises_fails_its_requests_and_the_loop_goes_on(loop):
+    engine_ = loop.engine
+    right = engine_.runner.verify
+    first, waiting = Receiver(), Receiver()
+
+    def raises_once(entries, proposals):
+        engine_.runner.verify = right
+        raise RuntimeError("out of memory, say")
+
+    engine_.runner.verify = raises_once
+    loop.submit(request(PROMPTS[0], 0), first)
+    assert first.ended.wait(20)
+    assert first.updates[-1].finish_reason == "error"
+    loop.submit(request(PROMPTS[1], 1), waiting)
+    assert waiting.ended.wait(20)
+    assert waiting.tokens == ALONE[1]
+
+
+def test_a_request_that_cannot_be_queued_is_answered(loop):
+    receiver = Receiver()
+    loop.submit(request([1] * 500, 0), receiver)
+    assert receiver.ended.wait(20)
+    assert "limit of 128" in receiver.updates[-1].error
+
+
+def test_closing_cancels_what_runs_and_ends_the_thread(loop):
+    receiver = Receiver()
+    loop.submit(request(PROMPTS[0], 0, max_tokens=100), receiver)
+    loop.close()
+    loop.close()
+    assert receiver.updates == [] or receiver.updates[-1].finish_reason in ("cancelled", "length")
+    assert not loop._thread.is_alive()
+
+
+def test_stop_strings_need_a_tokenizer_and_are_found_inside_the_block():
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        drafting_engine().add_request(request(PROMPTS[0], stop=("a",)))
+    tokenizer = Tokenizer(byte_tokenizer())
+    target = decoder(MODEL)
+    text = tokenizer.decode(ALONE[0])
+    for start in range(0, len(text) - 1, 3):
+        stop = text[start : start + 2]
+        served = engine(
+            target,
+            draft_model(perturbed_draft(MODEL, noise=0.0), target),
+            k=5,
+            text_stream=lambda stop: TextStream(tokenizer, stop),
+        )
+        state = served.add_request(request(PROMPTS[0], stop=(stop,)))
+        while served.has_work:
+            served.step()
+        cut = next(n for n in range(1, 25) if stop in tokenizer.decode(ALONE[0][:n]))
+        assert (state.output_token_ids, state.finish_reason, state.stop_reason) == (ALONE[0][:cut], "stop", stop)
+
+
+def test_a_stop_within_max_tokens_wins_and_one_beyond_it_is_length():
+    served = drafting_engine(k=5)
+    token = ALONE[0][9]
+    first = ALONE[0].index(token)
+    for max_tokens, reason in ((first + 1, "stop"), (first + 2, "stop"), (first, "length")):
+        if max_tokens < 1:
+            continue
+        state = served.add_request(request(PROMPTS[0], stop_token_ids=(token,), max_tokens=max_tokens))
+        while served.has_work:
+            served.step()
+        assert (state.finish_reason, state.num_output_tokens) == (reason, min(max_tokens, first + 1))

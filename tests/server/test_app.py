@@ -1,0 +1,424 @@
+"""The HTTP layer by itself, over a scripted backend: errors, limits, keys, streams, clients that go away."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from livedraft.config import ServerConfig
+from tests.server.scripted import CHAT, scripted
+from tests.serving import InProcess, joined
+
+
+@pytest.fixture
+def client():
+    with InProcess(scripted("héllo 🌈 world")) as made:
+        yield made
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith(".")
+    return error
+
+
+def test_an_answer_whole_and_streamed(client):
+    whole = client.complete(CHAT)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("héllo 🌈 world", "stop")
+    assert whole.body["object"] == "chat.completion"
+    assert whole.body["id"].startswith("chatcmpl-")
+    assert whole.body["choices"][0]["message"]["role"] == "assistant"
+    assert whole.usage["completion_tokens"] == len("héllo 🌈 world".encode()) + 1
+    stream = client.complete(CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+    assert stream.choices == whole.choices
+    assert stream.usage == whole.usage
+    assert stream.chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["usage"] is None for chunk in stream.chunks[:-1])
+    assert len({chunk["id"] for chunk in stream.chunks}) == 1
+    assert not any("\ufffd" in json.dumps(chunk, ensure_ascii=False) for chunk in stream.chunks)
+    unasked = client.complete(CHAT | {"stream": True})
+    assert not any("usage" in chunk for chunk in unasked.chunks)
+
+
+def test_completions_and_echo(client):
+    body = {"model": "script", "prompt": "Once"}
+    assert client.complete(body).choices[0].text == "héllo 🌈 world"
+    for stream in ({}, {"stream": True}):
+        assert client.complete(body | {"echo": True} | stream).choices[0].text == "Oncehéllo 🌈 world"
+        assert client.complete(body | {"prompt": ["Once"]} | stream).choices[0].text == "héllo 🌈 world"
+        assert (
+            client.complete(body | {"prompt": [65, 66], "echo": True} | stream).choices[0].text[2:] == "héllo 🌈 world"
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"temperature": -1}, "temperature", "lie in"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "lie in"),
+        ({"n": 0}, "n", "greater"),
+        ({"n": 17}, "n", "less"),
+        ({"n": 2.5}, "n", "integer"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role", "'system'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+            "",
+        ),
+        ({"stop": ""}, "stop", "at least 1"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+        ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "(0, 10]"),
+        ({"top_logprobs": 3}, None, "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"stream_options": {"include_usage": True}}, None, "stream: true"),
+        ({"max_tokens": 0}, "max_tokens", "greater"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, None, "differ"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"functions": []}, "functions", "not supported"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls", "not supported"),
+        ({"audio": {}}, "audio", "not supported"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "takes no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "auto"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            "response_format",
+            "Invalid type",
+        ),
+        ({"metadata": {"a": 5}}, "metadata.a", "string"),
+        ({"seed": 2**64}, "seed", "less"),
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens", "32"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, "prompt", "longer than the script"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "surrogate"),
+        ({"model": "\udfff"}, None, "surrogate"),
+        ({"metadata": {"\ud83d": "x"}}, None, "surrogate"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_400_that_names_the_field(client, more, param, words):
+    content = json.dumps(CHAT | more)  # ASCII: httpx's own encoder takes no half characters
+    response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    error = error_of(response, 400)
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert client.server.num_open == 0
+    assert client.server.served.backend.requests == []
+
+
+def test_nulls_are_the_same_as_leaving_out(client):
+    nothing = dict.fromkeys(
+        ["stop", "seed", "user", "tools", "max_tokens", "stream_options", "top_logprobs", "unknown"]
+    )
+    assert client.complete(CHAT | nothing).status == 200
+
+
+def test_other_errors_have_the_same_shape(client):
+    assert error_of(client.post("/v1/chat/completions", CHAT | {"model": "gpt-9"}), 404)["code"] == "model_not_found"
+    error_of(client.get("/v1/models/other"), 404)
+    error_of(client.get("/nothing"), 404)
+    error_of(client.get("/v1/chat/completions"), 405)
+    for content, kind in (
+        (b"{not json", "application/json"),
+        (b"", "application/json"),
+        (b"{}", "text/plain"),
+        (b"[]", None),
+    ):
+        headers = {"content-type": kind} if kind else {}
+        error_of(client.run(client.http.post("/v1/chat/completions", content=content, headers=headers)), 400)
+    deep = b'{"model": "script", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    error_of(
+        client.run(
+            client.http.post("/v1/chat/completions", content=deep, headers={"content-type": "application/json"})
+        ),
+        400,
+    )
+
+
+def test_models_health_and_metrics(client):
+    card = client.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("script", "model", 400)
+    assert client.get("/v1/models/script").json() == card
+    assert client.get("/health").status_code == 200
+    client.complete(CHAT)
+    text = client.get("/metrics").text
+    assert 'livedraft:request_success_total{finished_reason="stop"} 3.0' in text
+    assert "livedraft:time_to_first_token_seconds_count 1.0" in text
+    # The whole answer but its first update of three tokens.
+    assert f"livedraft:inter_token_latency_seconds_count {len('héllo 🌈 world'.encode()) + 1 - 3}.0" in text
+
+
+def test_request_ids_are_echoed_or_made_and_the_log_holds_no_prompt(client, caplog):
+    caplog.set_level(logging.INFO, "livedraft.access")
+    given = client.post("/v1/chat/completions", CHAT, headers={"X-Request-Id": "abc-1"})
+    assert given.headers["x-request-id"] == "abc-1"
+    assert given.json()["id"] == "chatcmpl-abc-1"
+    made = client.post("/v1/chat/completions", CHAT, headers={"X-Request-Id": "not plain\t" + "x" * 100})
+    assert len(made.headers["x-request-id"]) == 32
+    assert client.get("/nothing").headers["x-request-id"]
+    log = caplog.text
+    assert "abc-1 POST /v1/chat/completions 200" in log
+    assert "hi" not in [record.message for record in caplog.records]
+    # One id sent twice at once is two requests.
+    ids = {request.id for request in client.server.served.backend.requests}
+    assert len(ids) == 2
+
+
+def test_keys_open_v1_only_and_all_are_tried():
+    with InProcess(scripted("x"), ServerConfig(api_keys=("one", "two"))) as client:
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Bearer "}):
+            error = error_of(client.post("/v1/chat/completions", CHAT, headers=headers), 401)
+            assert error["code"] == "invalid_api_key"
+            assert client.get("/v1/models", headers=headers).status_code == 401
+        for key in ("one", "two"):
+            assert client.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_bodies_past_the_limit_are_413_whether_they_say_their_size_or_not():
+    with InProcess(scripted("x"), ServerConfig(max_request_bytes=2000)) as client:
+        big = CHAT | {"user": "u" * 3000}
+        error_of(client.post("/v1/chat/completions", big), 413)
+
+        async def in_pieces():
+            for piece in (b'{"user": "', b"u" * 1500, b"u" * 1500, b'"}'):
+                yield piece
+
+        answer = client.run(client.http.post("/v1/chat/completions", content=in_pieces()))
+        error_of(answer, 413)
+        assert client.complete(CHAT).status == 200
+
+
+def test_a_full_queue_is_429_and_places_come_back():
+    with InProcess(scripted("x", holds=True, max_num_seqs=1), ServerConfig(max_queue=1)) as client:
+
+        async def flood():
+            held = [asyncio.ensure_future(client.http.post("/v1/chat/completions", json=CHAT)) for _ in range(2)]
+            while client.server.num_open < 2:
+                await asyncio.sleep(0.001)
+            refused = await client.http.post("/v1/chat/completions", json=CHAT)
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            return refused
+
+        refused = client.run(flood())
+        assert error_of(refused, 429)["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) > 0
+        assert client.server.num_open == 0
+        assert error_of(client.post("/v1/chat/completions", CHAT | {"n": 3}), 429)
+        backend = client.server.served.backend
+        assert set(backend.cancelled) == {request.id for request in backend.requests}
+
+
+def test_loading_is_503_and_draining_lets_running_requests_finish():
+    may_load = threading.Event()
+    served = scripted("x")
+
+    def load():
+        may_load.wait(20)
+        return served
+
+    client = InProcess(load)
+    client._loaded = lambda: asyncio.sleep(0)
+    with client:
+        for response in (client.get("/health"), client.post("/v1/chat/completions", CHAT), client.get("/v1/models")):
+            assert response.status_code == 503
+        assert client.get("/health").json() == {"status": "loading"}
+        assert client.post("/v1/chat/completions", CHAT).headers["retry-after"]
+        assert client.get("/metrics").status_code == 200
+        may_load.set()
+        client.run(InProcess._loaded(client))
+        assert client.complete(CHAT).status == 200
+        client.server.drain()
+        error_of(client.post("/v1/chat/completions", CHAT), 503)
+        assert client.get("/health").status_code == 503
+    assert served.backend.is_closed
+
+
+def test_a_timeout_ends_the_request_with_504_and_in_a_stream_with_an_error_event():
+    with InProcess(scripted("x", holds=True), ServerConfig(request_timeout_seconds=0.1)) as client:
+        assert error_of(client.post("/v1/chat/completions", CHAT), 504)["code"] == "timeout"
+        stream = client.complete(CHAT | {"stream": True})
+        assert stream.choices[0].text == "x"
+        assert "longer than 0.1 seconds" in stream.body["error"]["message"]
+        assert len(client.server.served.backend.cancelled) == 2
+        assert client.server.num_open == 0
+
+
+def test_a_request_that_failed_inside_is_500_and_in_a_stream_an_error_event():
+    with InProcess(scripted("abc", fails=True)) as client:
+        assert error_of(client.post("/v1/chat/completions", CHAT), 500)["type"] == "server_error"
+        stream = client.complete(CHAT | {"stream": True, "n": 2})
+        assert "failed" in stream.body["error"]["message"]
+        assert client.server.num_open == 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_is_cancelled():
+    with InProcess(scripted("abcdef", holds=True)) as client:
+        backend = client.server.served.backend
+
+        async def leave():
+            messages, gone = [], asyncio.Event()
+            body = json.dumps(CHAT | {"stream": True, "n": 2}).encode()
+
+            async def receive():
+                if not messages:
+                    return {"type": "http.request", "body": body, "more_body": False}
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                messages.append(message)
+                if b"ef" in message.get("body", b""):
+                    gone.set()
+
+            scope = {
+                "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                "scheme": "http", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "root_path": "",
+                "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+            }  # fmt: skip
+            await asyncio.wait_for(client.app(scope, receive, send), 20)
+
+        client.run(leave())
+        assert sorted(backend.cancelled) == sorted(request.id for request in backend.requests)
+        assert client.server.num_open == 0
+
+
+def test_counts_of_speculation_and_predictions_are_reported_where_asked():
+    with InProcess(scripted("abc"), ServerConfig(per_request_metrics=True)) as client:
+        reply = client.complete(CHAT | {"prediction": {"type": "content", "content": "abd"}})
+        counts = reply.body["metrics"]["speculative_decoding"]
+        assert (counts["mean_acceptance_length"], counts["draft_acceptance_rate"]) == (2.5, 0.5)
+        assert counts["acceptance_histogram"] == [1, 0, 0, 1]
+        details = reply.usage["completion_tokens_details"]
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (2, 3)
+        assert client.server.served.backend.requests[0].prediction_token_ids == tuple(
+            client.server.served.tokenizer.encode_text("abd")
+        )
+        assert client.complete(CHAT | {"n": 2}).body["metrics"] == {"speculative_decoding": None}
+        stream = client.complete(CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+        assert stream.chunks[-1]["metrics"]["speculative_decoding"] == counts
+
+
+def test_options_reach_the_backend(client):
+    options = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": -1, "stop": "x", "stop_token_ids": [3],
+        "max_completion_tokens": 9, "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1,
+        "logit_bias": {"7": 2.5}, "logprobs": True, "top_logprobs": 2, "ignore_eos": True, "store": False,
+        "num_speculative_tokens": 2, "n": 2,
+    }  # fmt: skip
+    reply = client.complete(CHAT | options | {"metadata": {"a": "b"}, "user": "me"})
+    assert reply.body["metadata"] == {"a": "b"}
+    first, second = client.server.served.backend.requests
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (sampling.seed, sampling.stop, sampling.stop_token_ids) == (2**63 - 1, ("x",), (3,))
+    assert (sampling.max_tokens, sampling.logprobs, sampling.ignore_eos) == (9, 2, True)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
+    assert sampling.logit_bias == ((7, 2.5),)
+    assert (first.store, first.num_speculative_tokens) == (False, 2)
+    assert second.sampling.seed not in (None, sampling.seed)
+    assert second.id != first.id
+    unlimited = client.complete(CHAT)
+    assert unlimited.status == 200
+    last = client.server.served.backend.requests[-1]
+    assert last.sampling.max_tokens == 400 - len(last.prompt_token_ids)
+    assert last.sampling.temperature == 1.0
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.arguments.q }}]"
+    "{% endfor %};{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<tool_call>\n{"name": "find", "arguments": {"q": 1}}\n</tool_call>', "", [("find", '{"q": 1}')]),
+        ('Let me look. <tool_call>{"name": "find", "arguments": {}}</tool_call>', "Let me look. ", [("find", "{}")]),
+        (
+            '<tool_call>{"name": "a", "arguments": {}}</tool_call>\n<tool_call>{"name": "b", "arguments": "x"}</tool_call>',
+            "",
+            [("a", "{}"), ("b", "x")],
+        ),
+        ('{"name": "find", "parameters": {"q": "é"}}', "", [("find", '{"q": "\\u00e9"}')]),
+        ('{"no": "call"}', '{"no": "call"}', None),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", None),
+        ("<tool_call> never closed", "<tool_call> never closed", None),
+        ("just < text <tool", "just < text <tool", None),
+    ],
+)
+def test_tool_calls_are_parsed_and_what_is_none_stays_text(text, content, calls):
+    with InProcess(scripted(text, template=TOOLS_TEMPLATE)) as client:
+        for stream in ({}, {"stream": True}):
+            choice = client.complete(CHAT | {"tools": [TOOL]} | stream).choices[0]
+            assert choice.text == content
+            found = choice.tool_calls and [
+                (c["function"]["name"], c["function"]["arguments"]) for c in choice.tool_calls
+            ]
+            assert found == calls
+            assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        untouched = client.complete(CHAT | {"tools": [TOOL], "tool_choice": "none"}).choices[0]
+        assert (untouched.text, untouched.tool_calls) == (text, None)
+
+
+def test_tools_and_their_results_reach_the_template():
+    with InProcess(scripted("ok", template=TOOLS_TEMPLATE)) as client:
+        messages = [
+            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"q": 5}'}}],
+            },
+            {"role": "tool", "content": "found", "tool_call_id": "1"},
+        ]
+        assert client.complete(CHAT | {"messages": messages, "tools": [TOOL]}).status == 200
+        served = client.server.served
+        prompt = served.tokenizer.decode(served.backend.requests[-1].prompt_token_ids)
+        assert prompt == "findsystem:be kind;user:hi;assistant:[5];tool:found;"
+
+
+def test_many_requests_in_one_round_cost_one_wake_up():
+    from livedraft.records import Update
+    from livedraft.server.handover import Handover
+
+    async def count():
+        loop = asyncio.get_running_loop()
+        calls = []
+        schedule = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda function: (calls.append(1), schedule(function))
+        handover, queue = Handover(loop), asyncio.Queue()
+        thread = threading.Thread(
+            target=lambda: [handover.deliver(queue, n, Update(token_ids=(n,))) for n in range(16)]
+        )
+        thread.start()
+        time.sleep(0.05)  # the loop is held: all sixteen come in one round
+        thread.join()
+        received = [await queue.get() for _ in range(16)]
+        return len(calls), [index for index, _ in received]
+
+    assert asyncio.run(count()) == (1, list(range(16)))
+
+
+def test_joined_streams_reject_what_comes_after_the_finish():
+    """Guards the helper the equivalence tests lean on."""
+    chunk = {"choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}]}
+    with pytest.raises(AssertionError):
+        joined("".join(f"data: {json.dumps(chunk)}\n\n" for _ in range(2)) + "data: [DONE]\n\n", False)
