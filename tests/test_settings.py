@@ -68,7 +68,7 @@ def test_what_is_wrong_is_named_with_its_source(tmp_path, text, environment, wor
 def test_a_missing_file_is_named():
     from pathlib import Path
 
-    with pytest.raises(UserError, match="/nowhere/at/all.toml is not there"):
+    with pytest.raises(UserError, match=r"all\.toml is not there"):
         load_settings(Path("/nowhere/at/all.toml"), {}, {})
 
 

@@ -124,25 +124,23 @@ def serve(
     ] = False,
 ) -> None:
     """Serve OpenAI's API: continuous batching, speculation, and a draft that learns from what is served."""
+    settings = _settings(  # first: a wrong setting should not cost the seconds torch takes to import
+        config,
+        model={
+            "name": model, "draft": draft, "learn": learn, "state": state and str(state), "dtype": dtype,
+            "num_threads": threads,
+        },
+        speculation={"num_speculative_tokens": num_speculative_tokens},
+        engine={"max_num_seqs": max_num_seqs, "max_model_len": max_model_len},
+        server={
+            "host": host, "port": port, "served_model_name": served_model_name,
+            "api_keys": tuple(api_key) if api_key else None, "max_queue": max_queue,
+            "per_request_metrics": per_request_metrics,
+        },
+    )  # fmt: skip
     from livedraft.cli.serve import run
 
-    run(
-        _settings(
-            config,
-            model={
-                "name": model, "draft": draft, "learn": learn, "state": state and str(state), "dtype": dtype,
-                "num_threads": threads,
-            },
-            speculation={"num_speculative_tokens": num_speculative_tokens},
-            engine={"max_num_seqs": max_num_seqs, "max_model_len": max_model_len},
-            server={
-                "host": host, "port": port, "served_model_name": served_model_name,
-                "api_keys": tuple(api_key) if api_key else None, "max_queue": max_queue,
-                "per_request_metrics": per_request_metrics,
-            },
-        ),
-        is_verbose=verbose,
-    )  # fmt: skip
+    run(settings, is_verbose=verbose)
 
 
 @app.command()
@@ -161,12 +159,12 @@ def chat(
     config: ConfigFile = None,
 ) -> None:
     """Talk to a model: a running server's, or one loaded here. Ends with Ctrl-D; nothing is stored or learned from."""
-    from livedraft.cli.chat import run
-
     settings = _settings(
         config,
         model={"name": model, "draft": draft, "state": state and str(state), "dtype": dtype, "num_threads": threads},
     )
+    from livedraft.cli.chat import run
+
     run(
         settings, url=url, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens,
         prints_stats=stats,

@@ -63,6 +63,8 @@ class Job:
     is_chat: bool
     requests: list[Request]
     choices: list[Choice]
+    num_prompt_tokens: int
+    """Each prompt once, however many choices it has."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_stream: bool
     includes_usage: bool
@@ -83,7 +85,7 @@ class Job:
         return body
 
     def usage(self) -> dict[str, Any]:
-        num_prompt = len(self.requests[0].prompt_token_ids)
+        num_prompt = self.num_prompt_tokens
         num_output = sum(choice.num_tokens for choice in self.choices)
         counts = [choice.counts for choice in self.choices if choice.counts is not None]
         accepted = sum(one.num_accepted_prediction_tokens for one in counts)
@@ -306,19 +308,17 @@ def chat_job(body: ChatCompletionRequest, served: Served, *, id: str, reports_co
         except UserError as error:
             raise ApiError(400, str(error), param="response_format") from error
         request = replace(request, grammar=grammar)
-    return _job(body, served, request, f"chatcmpl-{id}", reports_counts, is_chat=True, parses_tools=bool(tools))
+    return _job(body, served, [request], f"chatcmpl-{id}", reports_counts, is_chat=True, parses_tools=bool(tools))
 
 
 def completion_job(body: CompletionRequest, served: Served, *, id: str, reports_counts: bool) -> Job:
     """As `chat_job`."""
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    request = _request(body, served, prompt, [], None, body.logprobs, id)
-    echo = ""
-    if body.echo:
-        echo = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
-    return _job(body, served, request, f"cmpl-{id}", reports_counts, is_chat=False, echo=echo)
+    requests, echoes = [], []
+    for prompt in body.prompts:
+        requests.append(_request(body, served, prompt, [], None, body.logprobs, id))
+        text = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+        echoes.append(text if body.echo else "")
+    return _job(body, served, requests, f"cmpl-{id}", reports_counts, is_chat=False, echoes=echoes)
 
 
 def _request(
@@ -346,9 +346,6 @@ def _request(
     max_tokens = max_completion_tokens or body.max_tokens or max(1, num_left)
     try:
         request = replace(request, sampling=_sampling(body, max_tokens, logprobs))
-        served.backend.check(request)
-    except ContextTooLongError as error:
-        raise ApiError(400, str(error), param="max_tokens", code="context_length_exceeded") from error
     except ValueError as error:
         raise ApiError(400, str(error), param=_named_field(str(error)), code="invalid_value") from error
     return replace(request, num_speculative_tokens=body.num_speculative_tokens)
@@ -382,29 +379,37 @@ def _sampling(body: Sampled, max_tokens: int, logprobs: int | None) -> SamplingP
 def _job(
     body: Sampled,
     served: Served,
-    request: Request,
+    prompts: list[Request],
     id: str,
     reports_counts: bool,
     *,
     is_chat: bool,
-    echo: str = "",
+    echoes: Sequence[str] = ("",),
     parses_tools: bool = False,
 ) -> Job:
-    try:
-        served.backend.check(request)  # once more with prediction and grammar
-    except ValueError as error:
-        raise ApiError(400, str(error), param=_named_field(str(error)), code="invalid_value") from error
-    requests = [_for_choice(request, index) for index in range(body.n)]
-    choices = [
-        Choice(index, served.tokenizer, one, is_chat=is_chat, echo=echo, parses_tools=parses_tools)
-        for index, one in enumerate(requests)
-    ]
+    """n choices for each prompt. Raises ApiError when the backend refuses one."""
+    requests: list[Request] = []
+    choices: list[Choice] = []
+    for prompt, echo in zip(prompts, echoes, strict=True):
+        try:
+            served.backend.check(prompt)
+        except ContextTooLongError as error:
+            raise ApiError(400, str(error), param="max_tokens", code="context_length_exceeded") from error
+        except ValueError as error:
+            raise ApiError(400, str(error), param=_named_field(str(error)), code="invalid_value") from error
+        for index in range(body.n):
+            request = _for_choice(prompt, index)
+            choices.append(
+                Choice(len(choices), served.tokenizer, request, is_chat=is_chat, echo=echo, parses_tools=parses_tools)
+            )
+            requests.append(request)
     return Job(
         id=id,
         model=served.name,
         is_chat=is_chat,
         requests=requests,
         choices=choices,
+        num_prompt_tokens=sum(len(prompt.prompt_token_ids) for prompt in prompts),
         is_stream=body.stream,
         includes_usage=body.stream_options is not None and body.stream_options.include_usage,
         reports_counts=reports_counts,

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 16
+MAX_PROMPTS = 64
 MAX_STOP_STRINGS = 16
+_TokenIds = Annotated[list[int], Field(min_length=1)]
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -167,7 +169,9 @@ class ChatCompletionRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | _TokenIds | Annotated[list[str] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] = (
+        Field(description="Text, token ids, or a list of either: then n choices for each, in the prompts' order.")
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     max_tokens: int | None = Field(16, ge=1)
@@ -177,3 +181,9 @@ class CompletionRequest(Sampled):
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not computed")
         return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt

@@ -6,6 +6,7 @@ tokens, in whatever batch, streamed or whole. Reference: the same server, plainl
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 
@@ -197,6 +198,31 @@ def test_pairs_of_options_give_the_same_as_plain_decoding(bench, row):
         if name not in ("proposer", "k", "batch", "stream"):
             options |= level
     bench.check(options, row["proposer"], row["k"], row["batch"], row["stream"])
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("option", ["seed", "frequency_penalty", "logit_bias", "greedy"])
+def test_a_request_is_the_same_alone_and_among_eight_of_every_kind(bench, option, k):
+    """The others are unseeded, of other lengths and drafts' lengths, and the version changes while they run."""
+    chance = random.Random(f"{option} {k}")
+    others = [
+        bench.body(OPTIONS[name], PROMPTS[-1 - n], num_speculative_tokens=n % 6, max_tokens=5 + 7 * n, temperature=1.1)
+        for n, name in enumerate(chance.sample([o for o in OPTIONS if o not in ("response_format", "n")], 8))
+    ]
+    one = bench.body(OPTIONS[option], PROMPTS[0], num_speculative_tokens=k, max_tokens=40)
+    alone = bench.client.complete(one | {"num_speculative_tokens": 0})
+    for proposer in PROPOSERS:
+
+        async def together(proposer=proposer):
+            running = asyncio.gather(*(bench.client.reply(body) for body in [*others[:4], one, *others[4:]]))
+            for version in (proposer, None, "draft"):
+                await asyncio.sleep(0.02)
+                bench.llm.engine.offer_draft(bench.drafts.get(version))
+            return await running
+
+        replies = bench.client.run(together())
+        assert [reply.status for reply in replies] == [200] * 9
+        assert replies[4].choices == alone.choices
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
