@@ -70,8 +70,8 @@ def test_completions_and_echo(client):
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role", "'system'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content",
-            "",
+            "messages[0].content[0].type",
+            "text",
         ),
         ({"stop": ""}, "stop", "at least 1"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
