@@ -92,20 +92,18 @@ class Server:
         assert self._handover is not None
         queue: Queue = asyncio.Queue()
         arrived = time.perf_counter()
-        deadline = arrived + self.config.request_timeout_seconds
+        seconds = self.config.request_timeout_seconds
+        timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, (0, None))
         last_seen = [0.0] * len(job.requests)
         unfinished = set(range(len(job.requests)))
         try:
             for index, request in enumerate(job.requests):
                 served.backend.submit(request, partial(self._handover.deliver, queue, index))
             while unfinished:
-                try:
-                    index, update = await asyncio.wait_for(queue.get(), deadline - time.perf_counter())
-                except asyncio.TimeoutError as error:
-                    seconds = self.config.request_timeout_seconds
-                    raise ApiError(
-                        504, f"The request took longer than {seconds:g} seconds and was ended.", code="timeout"
-                    ) from error
+                index, update = await queue.get()
+                if update is None:  # the timer
+                    message = f"The request took longer than {seconds:g} seconds and was ended."
+                    raise ApiError(504, message, code="timeout")
                 now = time.perf_counter()
                 self._observe(update, now, arrived, last_seen[index])
                 last_seen[index] = now if update.token_ids else last_seen[index]
@@ -113,6 +111,7 @@ class Server:
                     unfinished.discard(index)
                 yield index, update
         finally:
+            timer.cancel()
             for index in unfinished:
                 served.backend.cancel(job.requests[index].id)
 

@@ -7,7 +7,8 @@ from collections import deque
 
 from livedraft.records import Update
 
-Queue = asyncio.Queue[tuple[int, Update]]
+Queue = asyncio.Queue[tuple[int, Update | None]]
+"""(choice, update); None instead of an update: time is up."""
 
 
 class Handover:
