@@ -40,7 +40,6 @@ class JsonGrammar:
             self._matcher.rollback(num_tokens)
 
     def copy(self) -> JsonGrammar:
-        """For the next of several choices of one request."""
         return JsonGrammar(self._matcher.deep_copy())
 
 

@@ -49,7 +49,7 @@ from livedraft.learning.store import TraceStore
 from livedraft.models.decoder import Decoder
 from livedraft.models.open import OpenModel, open_model
 from livedraft.models.pull import resolve_model
-from livedraft.records import DraftVersion, Request, SamplingParams, UserError
+from livedraft.records import DraftVersion, Request, SamplingParams, UserError, text_token_ids
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.tokenizer import Message, TextStream, Tokenizer, load_tokenizer
@@ -107,17 +107,29 @@ class LLM:
         self._learns = learn and self._speculation.method != "none" and draft != "none"
         if learn and not self._learns:
             raise ValueError("learn needs a draft to train; leave out draft='none' and method='none'.")
+        self._request_numbers = itertools.count()
+        self._loop: EngineLoop | None = None
+        self._state_lock: TextIO | None = None
+        self.capture: Capture | None = None
+        self.swap: SwapWatcher | None = None
+        self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
         self.path: ExecutionPath = choose_execution_path(dtype, device)
+        try:
+            self._open(model, draft, None if state is None else Path(state), engine or EngineConfig())
+        except BaseException:
+            self.close()  # a failed start must not keep the state folder's lock, nor a thread
+            raise
+
+    def _open(self, model: str, draft: str, state: Path | None, config: EngineConfig) -> None:
         model_path = resolve_model(model)
         opened = open_model(model_path, self.path)
         self.target_fingerprint = opened.fingerprint
         self.tokenizer = _tokenizer_of(model_path, opened)
-        config = _within_model(engine or EngineConfig(), opened.max_positions)
+        config = _within_model(config, opened.max_positions)
         self._engine_config = _within_memory(config, opened, self.path, self._speculation, self.events)
         self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
-        self._state_lock: TextIO | None = None
-        self.state = None if state is None else Path(state)
+        self.state = state
         if self.state is not None:
             self._state_lock = _lock(self.state)
         self.registry = None if self.state is None else Registry(self.state)
@@ -125,6 +137,7 @@ class LLM:
             self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
         )
         self.num_parameters = opened.num_parameters
+        self.uses_own_layers = opened.native is not None and not _is_whole_model(draft)
         num_draft_layers = 0 if self._speculation.method == "none" else self._speculation.num_draft_layers
         self._slot_bytes = opened.kv_bytes_per_position(self.path, num_draft_layers) * self._engine_config.max_model_len
         self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
@@ -144,9 +157,6 @@ class LLM:
             prior=self.prior_of(resident),
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
-        self._loop: EngineLoop | None = None
-        self.swap: SwapWatcher | None = None
-        self.trainer: TrainerProcess | None = None
         if self._learns and self.state is not None and self.registry is not None:
             self.swap = SwapWatcher(
                 self.engine,
@@ -169,7 +179,6 @@ class LLM:
                 num_threads=self.learning.num_threads,
                 events=self.events,
             )
-        self._request_numbers = itertools.count()
 
     # --- generating -------------------------------------------------------------------------------------------------
 
@@ -237,7 +246,7 @@ class LLM:
         """Serve until nothing is left."""
         try:
             while self.engine.has_work:
-                self.engine.step()
+                self.engine.round()
                 after_round()
         finally:
             if self.trainer is not None:
@@ -247,11 +256,10 @@ class LLM:
         assert state.finish_reason is not None
         if state.error is not None:
             raise RuntimeError(state.error)
-        has_stop_token = state.finish_reason == "stop" and not isinstance(state.stop_reason, str)
-        text_token_ids = state.output_token_ids[:-1] if has_stop_token else state.output_token_ids
         stream = TextStream(self.tokenizer, state.request.sampling.stop)
+        visible = text_token_ids(state.output_token_ids, state.finish_reason, state.stop_reason)
         return RequestOutput(
-            text=stream.push(text_token_ids) + stream.finish(),
+            text=stream.push(visible) + stream.finish(),
             token_ids=state.output_token_ids,
             finish_reason=state.finish_reason,
             num_prompt_tokens=state.num_prompt_tokens,
@@ -271,7 +279,7 @@ class LLM:
 
     def resident_draft(self, version_id: str) -> DraftModel:
         """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
-        if (Path(version_id) / "config.json").exists() or version_id.endswith(".gguf"):
+        if _is_whole_model(version_id):
             return self._whole_model_draft(Path(version_id))
         if not isinstance(self._target, Decoder):
             raise UserError(
@@ -307,7 +315,7 @@ class LLM:
         return DraftModel(
             runtime,
             shared,
-            version=str(path),
+            version=path.resolve().name,
             keep_logits=self._learns,
             target_vocabulary_size=self._target.vocabulary_size,
         )
@@ -422,9 +430,17 @@ class Contender:
 
     def __call__(self, prompt: list[int]) -> list[int]:
         engine = self._llm.engine
+        before = engine.draft, engine.lengths, engine.stats, engine.prefixes
         engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
         engine.prefixes = self._no_reuse
-        return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+        try:
+            return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+        finally:
+            engine.draft, engine.lengths, engine.stats, engine.prefixes = before
+
+
+def _is_whole_model(draft: str) -> bool:
+    return (Path(draft) / "config.json").exists() or draft.endswith(".gguf")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""What travels between rooms. Plain frozen records; no torch import at run time.
+"""What travels between rooms: plain records, and the protocols two rooms meet at. No torch import at run time.
 
 `engine` and `learning` never import each other: a served request crosses from one to the other as a `Trace`,
 new draft weights cross back as a `DraftVersion` in the registry.
@@ -6,7 +6,7 @@ new draft weights cross back as a `DraftVersion` in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -88,7 +88,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Below the smallest temperature that float32 logits can be divided by, too."""
+        return self.temperature < 1e-6
 
     @property
     def has_penalties(self) -> bool:
@@ -106,6 +107,9 @@ class Grammar(Protocol):
 
     def retreat(self, num_tokens: int) -> None:
         """Undo the last `num_tokens` advances."""
+
+    def copy(self) -> Grammar:
+        """In the same state, for another request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,14 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+def text_token_ids(
+    token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None
+) -> Sequence[int]:
+    """Those of a request's last tokens that are text: end-of-sequence and stop tokens are counted and are none."""
+    has_stop_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+    return token_ids[:-1] if has_stop_token else token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +209,9 @@ class Backend(Protocol):
 class Proposal:
     """What a proposer suggests for one request in one round.
 
-    draft_probs_KV are the float32 probabilities the tokens were drawn from, over the draft vocabulary, kept at draw
+    draft_probs_KW are the float32 probabilities the tokens were drawn from, over the draft vocabulary, kept at draw
     time (lossless rule 2); None means one-hot: a greedy request, or a proposer without probabilities (rule 4).
-    draft_logits_KV are the raw logits behind them, for the trace only. draft_to_target_V gives the target id of each
+    draft_logits_KW are the raw logits behind them, for the trace only. draft_to_target_W gives the target id of each
     draft vocabulary row.
     """
 
@@ -209,9 +221,9 @@ class Proposal:
     """The drafted tokens as rows of the draft vocabulary."""
     confidences: list[float] = field(default_factory=list)
     """The draft's own probability of each drafted token; empty where the draft length is fixed."""
-    draft_probs_KV: torch.Tensor | None = None
-    draft_logits_KV: torch.Tensor | None = None
-    draft_to_target_V: torch.Tensor | None = None
+    draft_probs_KW: torch.Tensor | None = None
+    draft_logits_KW: torch.Tensor | None = None
+    draft_to_target_W: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,9 @@ class Tokenizer:
         vocabulary = sorted(hf_tokenizer.get_vocab().items(), key=lambda item: item[1])
         self.fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = 1 + max(index for _, index in vocabulary)
+        self.special_token_ids = frozenset(hf_tokenizer.all_special_ids) | {
+            index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
+        }
         self._is_byte_level = "ByteLevel" in repr(getattr(hf_tokenizer, "backend_tokenizer", hf_tokenizer).decoder)
 
     @property
@@ -136,6 +139,8 @@ class TextStream:
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
+            if token_id in self._tokenizer.special_token_ids:
+                continue  # no text, and a long run of them would have to be decoded again and again
             self._token_ids.append(token_id)
             pieces.append(self._scan(self._newly_complete()))
         return "".join(pieces)

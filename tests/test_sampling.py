@@ -58,3 +58,10 @@ def test_noise_of_a_token_does_not_depend_on_what_else_is_drawn():
 def test_wrong_options_are_named(options, name):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-46, 1e-300])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature):
+    sampling = SamplingParams(temperature=temperature)
+    assert sampling.is_greedy
+    assert logits_to_probs(LOGITS, sampling).tolist() == [[1.0, 0.0, 0.0, 0.0]]

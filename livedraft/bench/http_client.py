@@ -62,6 +62,8 @@ class StreamingClient:
                 break
             elif not line:
                 raise UserError("The server closed the connection in the middle of an answer.")
+        if not usage:
+            raise UserError("The server ended a stream without usage: the request failed there.")
         result.num_tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
         return result
 

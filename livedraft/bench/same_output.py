@@ -1,4 +1,4 @@
-"""Is greedy text the same? Equal token for token, or parted at a near tie (the design's rule for bf16)."""
+"""Is greedy text the same? Equal token for token, or parted at a near tie (bf16 rounds differently with the number of rows)."""
 
 from __future__ import annotations
 

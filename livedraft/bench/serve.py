@@ -1,7 +1,8 @@
 """`livedraft bench serve`: the real server over HTTP, with and without speculation, and the engine called directly.
 
 Closed loops of 1, 4, 16 ... clients. Every round runs the three ways in rotating order on the same prompts, so a shared
-machine's noise falls on all alike. Prefix reuse and learning are off: a prompt must not be cheaper for who comes second.
+machine's noise falls on all alike. Learning is off, and no finished request's prefix is kept: a prompt must not be cheaper for
+who comes second. `itl` is the gap between two streamed pieces; with speculation a piece may hold several tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -173,22 +176,30 @@ def _server(
     if num_speculative_tokens is not None:
         command += ["--num-speculative-tokens", str(num_speculative_tokens)]
     environment = {**os.environ, "LIVEDRAFT_ENGINE__NUM_PREFIX_SLOTS": "0"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        yield ("127.0.0.1", _port_of(process), "bench")
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with tempfile.TemporaryFile("w+") as errors:  # not a pipe: nobody reads while it runs
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        try:
+            yield ("127.0.0.1", _port_of(process, errors), "bench")
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
 
 
-def _port_of(process: subprocess.Popen[str]) -> int:
+def _port_of(process: subprocess.Popen[str], errors: TextIO) -> int:
     """From the banner. Raises UserError with the server's last words when it ends instead."""
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    port = None
     for line in process.stdout:
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1 ", line)
-        if found:
-            return int(found[1])
-    last_words = process.stderr.read().strip().splitlines() or ["it said nothing"]
+        port = int(found[1]) if found else port
+        if line.startswith("curl ") and port is not None:  # the banner's last line
+            return port
+    errors.seek(0)
+    last_words = errors.read().strip().splitlines() or ["it said nothing"]
     raise UserError(f"The server did not start: {last_words[-1]}")
 
 

@@ -49,7 +49,7 @@ def run(settings: Settings, *, is_verbose: bool) -> None:
 
 
 class _DrainingServer(uvicorn.Server):
-    """First signal: no new requests, running ones finish. Second signal, or drain_timeout_seconds later: the end."""
+    """SIGTERM: no new requests, running ones finish. SIGINT, a second SIGTERM, or drain_timeout_seconds later: the end."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)

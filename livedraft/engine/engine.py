@@ -7,16 +7,16 @@ through `offer_draft` and taken up between rounds.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from livedraft.config import EngineConfig, SpeculationConfig
-from livedraft.engine.prefix_cache import PrefixCache, num_shared
+from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
@@ -88,7 +88,7 @@ class Engine:
         self.check(request)
         state = RequestState.from_request(request)
         target = self.runner.target
-        state.draft_version_at_arrival = self.draft_version
+        state.draft_version_at_arrival = state.draft_version = self.draft_version
         state.prefix = PrefixState.of(request, target.vocabulary_size, target.device)
         if request.sampling.stop and self._text_stream is not None:
             state.text = self._text_stream(request.sampling.stop)
@@ -118,6 +118,11 @@ class Engine:
         }.items():
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary_size):
                 raise ValueError(f"The {name} holds token ids outside 0..{vocabulary_size - 1}.")
+        if len(request.prediction_token_ids) > self.config.max_model_len:
+            raise ValueError(
+                f"prediction has {len(request.prediction_token_ids)} tokens, more than the {self.config.max_model_len} that "
+                "prompt and output can have together."
+            )
         if request.sampling.stop and self._text_stream is None:
             raise ValueError("stop needs a tokenizer, and this engine has none; use stop_token_ids.")
         if request.grammar is not None and request.sampling.ignore_eos:
@@ -131,13 +136,18 @@ class Engine:
                 return state
         return None
 
-    def fail_running(self) -> list[RequestState]:
-        """After a round that raised: none of the requests in it can be trusted, those that wait can."""
-        failed = list(self.scheduler.running)
-        for state in failed:
-            state.error = _FAILED
-            self._finish(state, "error")
-        return failed
+    def round(self) -> list[RequestState]:
+        """`step`, and when it raises: none of the requests that ran can be trusted, those that wait can. Raises nothing."""
+        try:
+            return self.step()
+        except Exception as error:  # whatever a model or a kernel raises
+            logger.exception("A round failed; its requests are answered with an error.")
+            self.events.emit("round_failed", reason=f"{type(error).__name__}: {error}")
+            failed = list(self.scheduler.running)
+            for state in failed:
+                state.error = _FAILED
+                self._finish(state, "error")
+            return failed
 
     @property
     def has_work(self) -> bool:
@@ -210,8 +220,9 @@ class Engine:
         """Another request is just writing a beginning this one could copy."""
         for other in self.scheduler.running:
             if other.num_pending > 1:
-                shared = num_shared(state.token_ids[:-1], other.token_ids)
-                if shared >= _WORTH_WAITING_FOR and shared > other.target_length:
+                written = other.target_length
+                needed = max(_WORTH_WAITING_FOR, written + 1)
+                if len(state.token_ids) > needed and state.token_ids[:needed] == other.token_ids[:needed]:
                     return True
         return False
 
@@ -225,7 +236,8 @@ class Engine:
             0 if proposal else self._within_draft(entry, limit)
             for entry, limit, proposal in zip(entries, limits, predicted, strict=True)
         ]
-        lengths = self._draft_lengths(entries, limits)
+        num_predicted = sum(len(proposal.draft_token_ids) for proposal in predicted if proposal)
+        lengths = self._draft_lengths(entries, limits, num_predicted)
         try:
             drafted = self.runner.propose(entries, lengths, self.draft, self.lengths.acceptance_of)
         except Exception as error:  # a broken draft costs speed, never an answer
@@ -247,7 +259,8 @@ class Engine:
     def _predicted(self, entry: RoundEntry, limit: int) -> Proposal | None:
         if entry.state.prediction is None or limit <= 0:
             return None
-        token_ids = entry.state.prediction.propose(min(limit, self.speculation.max_num_speculative_tokens))
+        fixed, most = self.speculation.num_speculative_tokens, self.speculation.max_num_speculative_tokens
+        token_ids = entry.state.prediction.propose(min(limit, most if fixed is None else fixed))
         return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
 
     def _within_draft(self, entry: RoundEntry, limit: int) -> int:
@@ -262,13 +275,13 @@ class Engine:
             self.events.emit("draft_limit_passed", request=state.request.id, limit=self.draft.max_length)
         return 0
 
-    def _draft_lengths(self, entries: list[RoundEntry], limits: list[int]) -> list[DraftLength]:
+    def _draft_lengths(self, entries: list[RoundEntry], limits: list[int], num_predicted: int) -> list[DraftLength]:
         """For each request: the round's choice, within what it can use."""
         num_drafting = sum(limit > 0 for limit in limits)
         if num_drafting == 0:
             return [DraftLength(k=0)] * len(entries)
         num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit == 0)
-        length = self.lengths.choose(num_drafting, num_other_rows)
+        length = self.lengths.choose(num_drafting, num_other_rows + num_predicted)
         if length.is_probe:
             limits = self._only_cheapest(entries, limits)
         return [replace(length, k=min(length.k, limit)) for limit in limits]
@@ -286,32 +299,36 @@ class Engine:
     def _verdicts(
         self, entries: list[RoundEntry], proposals: list[Proposal | None], target_logits: list[torch.Tensor]
     ) -> list[Verdict | None]:
-        """None for a request whose prompt is still being written, or that failed. A greedy round takes one argmax for all
-        rows; `_verdict` is its slow twin."""
-        if not all(entry.state.request.sampling.is_greedy and entry.state.prefix is None for entry in entries):
-            rounds = zip(entries, proposals, target_logits, strict=True)
-            return [self._verdict(entry, proposal, logits_RV) for entry, proposal, logits_RV in rounds]
-        choices = torch.cat(target_logits).argmax(-1).tolist()
+        """None for a request whose prompt is still being written, or that failed. Greedy ones share one argmax over all
+        rows; `verify` is its slow twin."""
+        best = torch.cat(target_logits).max(-1)  # a row with a NaN has it as its maximum
+        best_logits, choices = best.values.tolist(), best.indices.tolist()
         verdicts: list[Verdict | None] = []
-        start = 0
-        for proposal, logits_RV in zip(proposals, target_logits, strict=True):
-            end = start + logits_RV.shape[0]
-            drafted = proposal.draft_token_ids if proposal else []
-            verdicts.append(verify_exact(choices[start:end], drafted) if end > start else None)
-            start = end
+        end = 0
+        for entry, proposal, logits_RV in zip(entries, proposals, target_logits, strict=True):
+            start, end = end, end + logits_RV.shape[0]
+            if end == start:
+                verdicts.append(None)
+                continue
+            try:
+                _require_finite(best_logits[start:end])
+                verdicts.append(self._verdict(entry.state, proposal, logits_RV, choices[start:end]))
+            except Exception as error:  # this request's own numbers or grammar; the others go on
+                self._fail(entry.state, error)
+                verdicts.append(None)
         return verdicts
 
-    def _verdict(self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor) -> Verdict | None:
-        if logits_RV.shape[0] == 0:
-            return None
-        state = entry.state
-        try:
-            if state.prefix is not None:
-                logits_RV = state.prefix.adjust(logits_RV, proposal.draft_token_ids if proposal else [])
-            return verify(logits_RV, proposal, state.request.sampling, state.seed, state.num_output_tokens)
-        except Exception as error:  # this request's own grammar or distribution; the others go on
-            self._fail(state, error)
-            return None
+    @staticmethod
+    def _verdict(
+        state: RequestState, proposal: Proposal | None, logits_RV: torch.Tensor, choices_R: list[int]
+    ) -> Verdict:
+        sampling, drafted = state.request.sampling, proposal.draft_token_ids if proposal else []
+        if state.prefix is None and sampling.is_greedy:
+            return verify_exact(choices_R, drafted)
+        if state.prefix is not None:
+            logits_RV = state.prefix.adjust(logits_RV, drafted)
+            _require_finite(logits_RV.amax(-1).tolist())  # something must be allowed
+        return verify(logits_RV, proposal, sampling, state.seed, state.num_output_tokens)
 
     def _commit(
         self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor, verdict: Verdict | None
@@ -332,8 +349,9 @@ class Engine:
                 state.trace.add_round(
                     target_logits_RV=logits_RV,
                     proposal=proposal,
-                    num_accepted=verdict.num_accepted,
+                    num_accepted=num_accepted,
                     num_committed=len(output),
+                    is_cut=len(output) < len(verdict.output_token_ids),
                     first_position=state.num_output_tokens - len(output),
                     round_number=state.num_rounds - 1,
                 )
@@ -353,24 +371,25 @@ class Engine:
         if sampling.logprobs is not None:
             state.logprobs += raw_logprobs(logits_RV, output, sampling.logprobs)
         state.num_rounds += 1
-        state.first_token_at = state.first_token_at or time.time()
 
     def _count(
         self, state: RequestState, proposal: Proposal | None, verdict: Verdict, num_accepted: int, num_emitted: int
     ) -> None:
+        """A prediction is the client's: its counts are kept apart from the draft's."""
         num_drafted = len(proposal.draft_token_ids) if proposal else 0
-        counters = [state.stats, self.stats]
-        if proposal is not None and num_drafted:
-            key = (state.request.route, proposal.draft_version)
-            counters.append(self.stats_by_version.setdefault(key, SpeculationStats()))
-        for stats in counters:
-            stats.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=num_emitted)
-        if proposal is None:
+        is_prediction = proposal is not None and proposal.draft_version == PREDICTION
+        by_draft = (0, 0) if is_prediction else (num_drafted, num_accepted)
+        for stats in (state.stats, self.stats):
+            stats.record(num_drafted=by_draft[0], num_accepted=by_draft[1], num_emitted=num_emitted)
+        if proposal is None or num_drafted == 0:
             return
-        if proposal.draft_version == PREDICTION:
+        own = self.stats_by_version.setdefault((state.request.route, proposal.draft_version), SpeculationStats())
+        own.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=num_emitted)
+        if is_prediction:
             state.num_prediction_tokens += num_drafted
             state.num_accepted_prediction_tokens += num_accepted
         else:
+            state.draft_version = proposal.draft_version
             self.lengths.record(num_drafted, verdict.num_accepted, proposal.confidences)
 
     # --- the end of a request ---------------------------------------------------------------------------------------
@@ -389,22 +408,48 @@ class Engine:
         return finished
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        """Free the slot, after keeping its beginning for later requests; hand the trace over."""
+        """Free the slot; before, keep its beginning for later requests and hand the trace over, as far as that succeeds."""
         state.finish_reason = reason
-        state.finished_at = time.time()
-        if state.slot >= 0 and reason != "error":
-            self._keep_prefix(state)
+        try:
+            if reason == "error":
+                self._clear_slot(state)
+            else:
+                self._keep_prefix(state)
+                self._hand_trace_over(state)
+        except Exception as error:  # its answer is complete; what fails here is for later requests only
+            logger.exception("The end of request %s failed.", state.request.id)
+            self.events.emit("finish_failed", request=state.request.id, reason=f"{type(error).__name__}: {error}")
         self.scheduler.release(state)
         if self.draft is not None and state.slot >= 0:
             self.draft.release(state.slot)
-        is_worth_learning = reason != "error" and state.num_output_tokens > 0
-        if state.trace is not None and self.trace_sink is not None and is_worth_learning:
+
+    def _hand_trace_over(self, state: RequestState) -> None:
+        if state.trace is not None and self.trace_sink is not None and state.num_output_tokens > 0:
             self.trace_sink(state.trace.finish(state, self.target_fingerprint))
 
+    def _clear_slot(self, state: RequestState) -> None:
+        """What made it fail may be numbers that are none; they must not stay in the caches."""
+        if state.slot >= 0:
+            self.runner.target.clear_slot(state.slot)
+            if self.draft is not None:
+                self.draft.decoder.clear_slot(state.slot)
+
     def _keep_prefix(self, state: RequestState) -> None:
-        kept = self.prefixes.keep(state.token_ids[: state.target_length])
+        written = state.token_ids[: state.target_length]
+        kept = self.prefixes.reserve(written) if state.slot >= 0 else None
         if kept is None:
             return
-        self.runner.target.copy_slot(state.slot, kept, state.target_length)
-        if self.draft is not None:
-            self.draft.adopt(state.slot, kept, state.target_length)
+        try:
+            self.runner.target.copy_slot(state.slot, kept, len(written))
+            if self.draft is not None:
+                self.draft.adopt(state.slot, kept, len(written))
+        except Exception:
+            self.prefixes.give_back(kept)
+            raise
+        self.prefixes.keep(kept, written)
+
+
+def _require_finite(best_logits_R: list[float]) -> None:
+    """Each row's largest logit. NaN or no allowed token at all: there is nothing to choose from."""
+    if not all(math.isfinite(best) for best in best_logits_R):
+        raise ArithmeticError("the target gave no finite logit for a token that is allowed")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +51,8 @@ class EngineLoop:
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Queue a request that passed `check`. `deliver` is called from the engine's thread and must not block."""
-        self._post(lambda: self._add(request, deliver))
+        submitted_at = time.time()
+        self._post(lambda: self._add(request, deliver, submitted_at))
 
     def cancel(self, request_id: str) -> None:
         """Its slot is free from the next round on and nothing more is delivered; an unknown id is ignored."""
@@ -92,36 +95,39 @@ class EngineLoop:
         while not self._closing:
             self._wake.clear()
             while self._inbox:
-                self._inbox.popleft()()
+                self._guarded(self._inbox.popleft())
             if self.engine.has_work != is_busy:
                 is_busy = not is_busy
                 self._on_busy(is_busy)
             if is_busy:
-                self._round()
+                self._guarded(self._round)
             else:
                 self._wake.wait()
         for request_id in list(self._live):
-            self._cancel(request_id)
+            self._guarded(partial(self._cancel, request_id))
         self._on_busy(False)
 
-    def _round(self) -> None:
+    def _guarded(self, command: Callable[[], None]) -> None:
+        """The thread must outlive whatever is raised in it: everybody's answers come from it."""
         try:
-            self.engine.step()
-        except Exception as error:  # the loop must outlive whatever a model or a kernel raises
-            logger.exception("A round failed; its requests are answered with an error.")
-            self.engine.events.emit("round_failed", reason=f"{type(error).__name__}: {error}")
-            self.engine.fail_running()
+            command()
+        except Exception:
+            logger.exception("The engine's thread met an unexpected error and goes on.")
+
+    def _round(self) -> None:
+        self.engine.round()
         for state, deliver in list(self._live.values()):
             if state.finish_reason is not None or state.num_output_tokens > state.num_delivered:
                 self._hand_over(state, deliver)
 
-    def _add(self, request: Request, deliver: Deliver) -> None:
+    def _add(self, request: Request, deliver: Deliver, submitted_at: float) -> None:
         try:
             state = self.engine.add_request(request)
         except Exception as error:
             logger.exception("Request %s could not be queued.", request.id)
             deliver(Update(token_ids=(), finish_reason="error", error=str(error)))
             return
+        state.arrived_at = submitted_at
         self._live[request.id] = (state, deliver)
 
     def _cancel(self, request_id: str) -> None:

@@ -40,8 +40,11 @@ class PrefixCache:
         self.num_hit_tokens += best_shared
         return best_slot, best_shared
 
-    def keep(self, token_ids: Sequence[int]) -> int | None:
-        """The slot to copy a finished request's cache into; None when it is too short or already there."""
+    def reserve(self, token_ids: Sequence[int]) -> int | None:
+        """The slot to copy a finished request's cache into; None when it is too short or already there.
+
+        The slot holds nothing from now on: `keep` says that the copy is made, `give_back` that it failed.
+        """
         tokens = tuple(token_ids)
         if len(tokens) < MIN_SHARED_TOKENS or not (self._free or self._kept):
             return None
@@ -54,17 +57,19 @@ class PrefixCache:
                 break
         else:
             slot = self._free.pop() if self._free else next(iter(self._kept))
-        self._kept[slot] = tokens
-        self._kept.move_to_end(slot)
+        self._kept.pop(slot, None)
         return slot
+
+    def keep(self, slot: int, token_ids: Sequence[int]) -> None:
+        self._kept[slot] = tuple(token_ids)
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
 
 
 def num_shared(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
-    limit = min(len(left), len(right))
-    if tuple(left[:limit]) == tuple(right[:limit]):
-        return limit
-    for index in range(limit):
-        if left[index] != right[index]:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
             return index
-    return limit
+    return min(len(left), len(right))

@@ -15,7 +15,7 @@ from livedraft.speculation.stats import SpeculationStats
 from livedraft.tokenizer import TextStream
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class RequestState:
     """Mutable. Invariant between rounds of a running request: target_length = len(token_ids) - 1, so the last
     committed token is the first row of its next pass; a smaller target_length means prompt is still to be written."""
@@ -31,10 +31,10 @@ class RequestState:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     """The request's own seed, or a private one: randomness is by counter either way."""
     draft_version_at_arrival: str = "none"
+    draft_version: str = "none"
+    """Of its last drafted round; that at arrival until there is one."""
     arrived_at: float = field(default_factory=time.time)
     admitted_at: float | None = None
-    first_token_at: float | None = None
-    finished_at: float | None = None
     num_rounds: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     trace: TraceBuilder | None = None
@@ -77,7 +77,7 @@ class RequestState:
         return len(self.token_ids) - self.target_length
 
     def trim(self, output: list[int], eos_token_ids: Set[int]) -> list[int]:
-        """Cut new tokens where the request ends, inside an accepted block too, and say why it ends.
+        """Cut new tokens where the request ends, inside an accepted block too, and set `finish_reason` and `stop_reason`.
 
         A stop within max_tokens wins over the length; end-of-sequence and stop tokens are kept, as is the token that
         completes a stop string.
@@ -112,6 +112,6 @@ class RequestState:
             num_prediction_tokens=self.num_prediction_tokens,
             num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
             num_cached_prompt_tokens=self.num_cached_tokens,
-            draft_version=self.draft_version_at_arrival,
+            draft_version=self.draft_version,
             queued_seconds=(self.admitted_at or time.time()) - self.arrived_at,
         )

@@ -1,4 +1,4 @@
-"""Builds the rows of a round and runs them: the only file that touches both models.
+"""Builds the rows of a round and runs them through both models.
 
 Legend: N rows of the target's pass, R rows with logits, V vocabulary.
 """
@@ -18,6 +18,8 @@ from livedraft.speculation.draft_length import CostModel, DraftLength
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.proposer import ProposalTask, Proposer
 
+_COST_POSITION = 64
+"""Context length at which passes are timed."""
 _COST_REQUESTS = (1, 2, 4, 8, 16)
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
@@ -30,13 +32,13 @@ class Runner:
         self,
         entries: list[RoundEntry],
         lengths: list[DraftLength],
-        proposer: Proposer | None,
+        proposer: Proposer,
         acceptance_of: Callable[[float], float],
     ) -> list[Proposal | None]:
         """A proposal for each entry that decodes with k >= 1; None for the others."""
         proposals: list[Proposal | None] = [None] * len(entries)
         chosen = [index for index, length in enumerate(lengths) if length.k > 0]
-        if proposer is None or not chosen:
+        if not chosen:
             return proposals
         tasks = [_task(entries[index], lengths[index], acceptance_of) for index in chosen]
         for index, proposal in zip(chosen, proposer.propose(tasks), strict=True):
@@ -71,12 +73,14 @@ class Runner:
 
         Overwrites the slots, so it runs before any request.
         """
-        start = min(64, max(0, self.target.max_length - max(_COST_ROWS)))
+        start = min(_COST_POSITION, max(0, self.target.max_length - max(_COST_ROWS)))
         row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
+        _write_prompts(self.target, 1, start)
         seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
         draft_seconds = {1: 0.0}
         if draft is not None:
             batches = [batch for batch in _COST_REQUESTS if batch <= draft.decoder.num_slots]
+            _write_prompts(draft.decoder, max(batches), min(_COST_POSITION, draft.max_length - 1))
             draft_seconds = {batch: _median_seconds(_draft_step(draft, batch), 5 * num_repeats) for batch in batches}
         return CostModel(target_seconds_by_rows=seconds, draft_seconds_by_requests=draft_seconds)
 
@@ -103,16 +107,27 @@ def _pass(decoder: ModelStep, rows: int, start: int) -> Callable[[], torch.Tenso
 
 def _draft_step(draft: DraftModel, batch: int) -> Callable[[], object]:
     """One token of each of `batch` requests, as drafting does it: the choice included."""
-    position = min(64, draft.max_length - 1)
+    position = min(_COST_POSITION, draft.max_length - 1)
     tokens, positions, slots = [0] * batch, [position] * batch, list(range(batch))
     return lambda: draft.decoder.forward(tokens, positions, slots, slots).logits_RV.argmax(-1).tolist()
 
 
+def _write_prompts(model: ModelStep, num_slots: int, length: int) -> None:
+    """A slot is written from its beginning; some runtimes insist."""
+    for slot in range(num_slots if length else 0):
+        model.forward([0] * length, list(range(length)), [slot] * length, [])
+
+
 def _median_seconds(run: Callable[[], object], num_repeats: int) -> float:
-    run()
+    def finished() -> None:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # or launches would be timed, not passes
+
+    finished()
     seconds = []
     for _ in range(num_repeats):
         started = time.perf_counter()
-        run()
+        finished()
         seconds.append(time.perf_counter() - started)
     return median(seconds)

@@ -21,10 +21,6 @@ class RoundEntry:
     is_decoding: bool
     """All pending tokens are written, so the last row's logits give the next token."""
 
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_pending_rows > 1
-
 
 class Scheduler:
     def __init__(self, config: EngineConfig) -> None:

@@ -34,10 +34,14 @@ class TraceBuilder:
         proposal: Proposal | None,
         num_accepted: int,
         num_committed: int,
+        is_cut: bool,
         first_position: int,
         round_number: int,
     ) -> None:
-        """Record the `num_committed` positions this round produced, and every drafted position, rejected ones too."""
+        """Record the `num_committed` positions this round produced, and every drafted position, rejected ones too.
+
+        `is_cut`: the request ended inside the block, and drafted positions past its end are left out.
+        """
         log_normaliser_R1 = torch.logsumexp(target_logits_RV, dim=-1, keepdim=True)
         top = target_logits_RV[:num_committed].topk(min(TEACHER_TOP_K, target_logits_RV.shape[-1]), dim=-1)
         log_probs_nK = top.values - log_normaliser_R1[:num_committed]
@@ -46,34 +50,35 @@ class TraceBuilder:
         self._tail_mass.append((1.0 - log_probs_nK.exp().sum(-1)).clamp(min=0.0).cpu().numpy())
         self._round_numbers += [round_number] * num_committed
         # A client's prediction has no draft distribution and teaches nothing about the draft.
-        has_draft = proposal is not None and proposal.draft_logits_KV is not None
+        has_draft = proposal is not None and proposal.draft_logits_KW is not None
         self._versions += [proposal.draft_version if has_draft and proposal else "none"] * num_committed
         if has_draft and proposal is not None:
-            self._add_drafted(proposal, target_logits_RV, log_normaliser_R1, num_accepted, first_position)
+            num_drafted = num_committed if is_cut else len(proposal.draft_token_ids)
+            self._add_drafted(proposal, target_logits_RV, log_normaliser_R1, num_drafted, num_accepted, first_position)
 
     def _add_drafted(
         self,
         proposal: Proposal,
         target_logits_RV: torch.Tensor,
         log_normaliser_R1: torch.Tensor,
+        P: int,
         num_accepted: int,
         first_position: int,
     ) -> None:
-        assert proposal.draft_logits_KV is not None and proposal.draft_to_target_V is not None
-        P = len(proposal.draft_token_ids)
+        assert proposal.draft_logits_KW is not None and proposal.draft_to_target_W is not None
         rows = torch.arange(P)
-        log_probs_PW = torch.log_softmax(proposal.draft_logits_KV, dim=-1)
+        log_probs_PW = torch.log_softmax(proposal.draft_logits_KW[:P], dim=-1)
         top = log_probs_PW.topk(min(DRAFT_TOP_K, log_probs_PW.shape[-1]), dim=-1)
-        token_ids = torch.tensor(proposal.draft_token_ids)
+        token_ids = torch.tensor(proposal.draft_token_ids[:P])
         index = np.arange(P)
         columns = {
             "position": first_position + index,
             "token_id": token_ids.numpy(),
-            "log_prob": log_probs_PW[rows, torch.tensor(proposal.draft_row_ids)].cpu().numpy(),
+            "log_prob": log_probs_PW[rows, torch.tensor(proposal.draft_row_ids[:P])].cpu().numpy(),
             "target_log_prob": (target_logits_RV[rows, token_ids] - log_normaliser_R1[:P, 0]).cpu().numpy(),
             "accepted": index < num_accepted,
             "off_path": index > num_accepted,
-            "top_token_ids": proposal.draft_to_target_V[top.indices].cpu().numpy(),
+            "top_token_ids": proposal.draft_to_target_W[top.indices].cpu().numpy(),
             "top_log_probs": top.values.cpu().numpy(),
         }
         for name, column in columns.items():

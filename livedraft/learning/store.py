@@ -186,7 +186,9 @@ def _read_shard(path: Path) -> list[Trace]:
         fields: dict[str, Any] = {name: tensors[name][output] for name in _PER_OUTPUT}
         fields |= {name: tensors[name][drafted] for name in _PER_DRAFTED}
         sampling = scalars.pop("sampling")
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        for name in ("stop_token_ids", "stop"):
+            sampling[name] = tuple(sampling.get(name, ()))
+        sampling["logit_bias"] = tuple((token, addend) for token, addend in sampling.get("logit_bias", ()))
         traces.append(
             Trace(
                 **scalars,

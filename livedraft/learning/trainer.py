@@ -53,7 +53,8 @@ class Score:
     alpha_t0: float
     """Share of positions where both models' most likely token is the same."""
     alpha_served: float
-    """As alpha, under the request's own sampling parameters."""
+    """As alpha, under the request's own temperature and filters. Penalties, bias and grammars are left out: candidate and
+    parent are compared on the same positions without them."""
     num_positions: int
 
 

@@ -247,6 +247,10 @@ class Decoder:
         return StepOutput(logits_RV=self.weights.head(hidden_RD).float(), hidden_RD=hidden_RD)
 
     @torch.inference_mode()
+    def clear_slot(self, slot: int) -> None:
+        self.cache.clear(slot)
+
+    @torch.inference_mode()
     def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
         self.cache.copy(source, destination, num_positions)
 

@@ -54,6 +54,9 @@ class HFRuntime:
             return StepOutput(logits_RV=torch.empty(0, self.vocabulary_size, device=self.device))
         return StepOutput(logits_RV=torch.stack([rows[row] for row in logit_rows_R]))
 
+    def clear_slot(self, slot: int) -> None:
+        self._caches[slot] = None
+
     def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
         cache = copy.deepcopy(self._caches[source])
         surplus = cache.get_seq_length() - num_positions

@@ -40,6 +40,9 @@ class KVCache:
         layer of every pass costs more than the attention itself."""
         return list(zip(*(part.unbind(0) for part in self._storage[:, :, slots, :, positions].unbind(1)), strict=True))
 
+    def clear(self, slot: int) -> None:
+        self._storage[:, :, slot] = 0
+
     def copy(self, source: int, destination: int, num_positions: int) -> None:
         positions = slice(0, num_positions)
         self._storage[:, :, destination, :, positions] = self._storage[:, :, source, :, positions]

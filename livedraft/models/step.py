@@ -34,5 +34,8 @@ class ModelStep(Protocol):
         rewinds the slot to it: what stood there and after is forgotten.
         """
 
+    def clear_slot(self, slot: int) -> None:
+        """Forget the slot with all its numbers: what is not finite would spoil whoever is batched beside it."""
+
     def copy_slot(self, source: int, destination: int, num_positions: int) -> None:
         """Make the destination's first positions those of the source; whatever the destination held is forgotten."""

@@ -30,7 +30,7 @@ from livedraft.server.gate import Gate, Receive, Scope, Send
 from livedraft.server.handover import Handover, Queue
 from livedraft.server.metrics import Metrics
 from livedraft.server.openai_api import Job, Served, chat_job, completion_job
-from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest
+from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest, Sampled
 
 logger = logging.getLogger("livedraft")
 Phase = Literal["loading", "ready", "draining", "failed"]
@@ -73,8 +73,11 @@ class Server:
         return self.served
 
     def take_places(self, num_choices: int, served: Served) -> None:
-        """Room in the queue, or ApiError 429."""
+        """Room in the queue, or ApiError 429; 400 for what would never fit."""
         limit = served.max_num_seqs + self.config.max_queue
+        if num_choices > limit:
+            message = f"n times the prompts makes {num_choices} completions; this server queues {limit} at most."
+            raise ApiError(400, message, param="n")
         if self.num_open + num_choices > limit:
             raise ApiError(
                 429,
@@ -93,18 +96,17 @@ class Server:
         queue: Queue = asyncio.Queue()
         arrived = time.perf_counter()
         seconds = self.config.request_timeout_seconds
-        timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, (0, None))
+        timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, (0, None, 0.0))
         last_seen = [0.0] * len(job.requests)
         unfinished = set(range(len(job.requests)))
         try:
             for index, request in enumerate(job.requests):
                 served.backend.submit(request, partial(self._handover.deliver, queue, index))
             while unfinished:
-                index, update = await queue.get()
+                index, update, now = await queue.get()
                 if update is None:  # the timer
                     message = f"The request took longer than {seconds:g} seconds and was ended."
                     raise ApiError(504, message, code="timeout")
-                now = time.perf_counter()
                 self._observe(update, now, arrived, last_seen[index])
                 last_seen[index] = now if update.token_ids else last_seen[index]
                 if update.finish_reason is not None:
@@ -127,12 +129,30 @@ class Server:
             self.metrics.request_latency.observe(now - arrived)
             self.metrics.queue_time.observe(update.counts.queued_seconds)
 
-    async def answer(self, job: Job, request: Request) -> Response:
-        """Run a job to its HTTP response. Raises ApiError."""
+    async def complete(self, prepare: Callable[..., Job], body: Sampled, request: Request) -> Response:
+        """From a valid body to the HTTP response. Raises ApiError. Its places in the queue are taken before the work of
+        preparing it and come back in every case."""
         served = self.ready()
-        self.take_places(len(job.requests), served)
-        if job.is_stream:
-            return _Stream(self._events(job, served), on_end=lambda: self.free_places(len(job.requests)))
+        num_places = body.num_completions
+        self.take_places(num_places, served)
+        response: Response | None = None
+        try:
+            job = await run_in_threadpool(
+                prepare,
+                body,
+                served,
+                id=request.state.request_id,
+                reports_counts=self.config.per_request_metrics,
+            )
+            if not job.is_stream:
+                return await self._answer(job, served, request)
+            response = _Stream(self._events(job, served), on_end=lambda: self.free_places(num_places))
+            return response
+        finally:
+            if response is None:  # a stream gives its places back itself, at its end
+                self.free_places(num_places)
+
+    async def _answer(self, job: Job, served: Served, request: Request) -> Response:
         whole = asyncio.ensure_future(self._whole(job, served))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -140,7 +160,6 @@ class Server:
         finally:
             gone.cancel()
             whole.cancel()  # no effect on one that is done
-            self.free_places(len(job.requests))
         try:
             return JSONResponse(await whole)
         except asyncio.CancelledError:
@@ -156,7 +175,7 @@ class Server:
         try:
             async with contextlib.aclosing(self.updates(job, served)) as updates:
                 async for index, update in updates:
-                    pieces = job.choices[index].take(update)
+                    pieces = job.choices[index].take_pieces(update)
                     if pieces:
                         yield "".join(job.chunk([piece]) for piece in pieces)
             last = job.last_chunk()
@@ -245,11 +264,6 @@ def create_app(server: Server) -> FastAPI:
     async def on_http_error(_: Request, error: HTTPException) -> Response:
         return error_response(ApiError(error.status_code, f"{error.detail}."))
 
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        logger.exception("Request %s met an unexpected error.", request.state.request_id, exc_info=error)
-        return error_response(ApiError(500, "The server failed on this request; report it with its x-request-id."))
-
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": server.phase}, status_code=200 if server.phase == "ready" else 503)
@@ -271,17 +285,11 @@ def create_app(server: Server) -> FastAPI:
 
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        return await complete(chat_job, body, request)
+        return await server.complete(chat_job, body, request)
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await complete(completion_job, body, request)
-
-    async def complete(prepare: Callable[..., Job], body: Any, request: Request) -> Response:
-        job = await run_in_threadpool(
-            prepare, body, server.ready(), id=request.state.request_id, reports_counts=server.config.per_request_metrics
-        )
-        return await server.answer(job, request)
+        return await server.complete(completion_job, body, request)
 
     return app
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from livedraft.server.errors import ApiError, error_response
 
+logger = logging.getLogger("livedraft")
 access_logger = logging.getLogger("livedraft.access")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -59,8 +60,16 @@ class Gate:
         error = self._refusal(scope, headers)
         try:
             if error is None:
-                await self._app(scope, receive_limited, send_unless_too_large)
-                error = self._too_large() if num_bytes > self._max_bytes else None
+                try:
+                    await self._app(scope, receive_limited, send_unless_too_large)
+                except Exception:
+                    logger.exception("Request %s met an unexpected error.", request_id)
+                    if status:
+                        raise  # half an answer is out; the connection has to end
+                    message = f"The server failed on this request; report it with its x-request-id {request_id}."
+                    error = ApiError(500, message)
+                if num_bytes > self._max_bytes:
+                    error = self._too_large()
             if error is not None:
                 await error_response(error)(scope, receive, send_with_id)
         finally:

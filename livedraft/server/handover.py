@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from livedraft.records import Update
 
-Queue = asyncio.Queue[tuple[int, Update | None]]
-"""(choice, update); None instead of an update: time is up."""
+Queue = asyncio.Queue[tuple[int, Update | None, float]]
+"""(choice, update, when it was made); None instead of an update: time is up."""
 
 
 class Handover:
@@ -16,12 +17,13 @@ class Handover:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pending: deque[tuple[Queue, int, Update]] = deque()
+        self._pending: deque[tuple[Queue, int, Update, float]] = deque()
         self._is_scheduled = False
 
     def deliver(self, queue: Queue, index: int, update: Update) -> None:
         """Raises RuntimeError when the event loop is gone."""
-        self._pending.append((queue, index, update))
+        # The time is taken here: a client that reads slowly must not count as a slow server.
+        self._pending.append((queue, index, update, time.perf_counter()))
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon_threadsafe(self._flush)
@@ -29,5 +31,5 @@ class Handover:
     def _flush(self) -> None:
         self._is_scheduled = False  # before emptying: what comes from now on schedules anew
         while self._pending:
-            queue, index, update = self._pending.popleft()
-            queue.put_nowait((index, update))
+            queue, index, update, made_at = self._pending.popleft()
+            queue.put_nowait((index, update, made_at))

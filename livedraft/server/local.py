@@ -46,6 +46,7 @@ def serve_llm(llm: LLM, settings: Settings) -> Served:
         tokenizer=llm.tokenizer,
         make_request=llm.request,
         fingerprint=f"fp_{llm.target_fingerprint}",
+        draft_name=f"{name}-draft" if llm.engine.draft is None or llm.uses_own_layers else llm.engine.draft_version,
         max_num_seqs=llm.engine.config.max_num_seqs,
         learning=lambda: _learning_gauges(llm),
         banner=_banner(llm, name),

@@ -57,7 +57,7 @@ class _BackendCollector(Collector):
         for reason, number in snapshot["finished"].items():
             finished.add_metric([reason], number)
         yield finished
-        yield from _speculation(served.name, snapshot["speculation"])
+        yield from _speculation(served.draft_name, snapshot["speculation"])
         for name, value in served.learning().items():
             yield GaugeMetricFamily(f"{_PREFIX}learning_{name}", "Of the trainer and its traces.", value=value)
 

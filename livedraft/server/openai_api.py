@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from livedraft.grammar import GrammarCompiler, JsonGrammar
+from livedraft.grammar import GrammarCompiler
 from livedraft.records import (
     Backend,
     ContextTooLongError,
@@ -23,6 +23,7 @@ from livedraft.records import (
     TokenLogprobs,
     Update,
     UserError,
+    text_token_ids,
 )
 from livedraft.sampling import counter_key
 from livedraft.server.errors import ApiError
@@ -45,6 +46,8 @@ class Served:
     make_request: MakeRequest
     fingerprint: str = ""
     max_num_seqs: int = 16
+    draft_name: str = ""
+    """Label of the draft in metrics."""
     created: int = field(default_factory=lambda: int(time.time()))
     learning: Callable[[], dict[str, float]] = dict
     banner: Sequence[tuple[str, str]] = ()
@@ -65,6 +68,8 @@ class Job:
     choices: list[Choice]
     num_prompt_tokens: int
     """Each prompt once, however many choices it has."""
+    num_choices: int
+    """Of each prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_stream: bool
     includes_usage: bool
@@ -89,13 +94,12 @@ class Job:
         num_output = sum(choice.num_tokens for choice in self.choices)
         counts = [choice.counts for choice in self.choices if choice.counts is not None]
         accepted = sum(one.num_accepted_prediction_tokens for one in counts)
+        first_choices = [choice.counts for choice in self.choices[:: self.num_choices] if choice.counts is not None]
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {
-                "cached_tokens": max((one.num_cached_prompt_tokens for one in counts), default=0)
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_prompt_tokens for one in first_choices)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(one.num_prediction_tokens for one in counts) - accepted,
@@ -166,13 +170,22 @@ class Choice:
         self._has_begun = False
         self._echo = echo
 
-    def take(self, update: Update) -> list[dict[str, Any]]:
-        """Add what a round gave; returns the stream's pieces for it, possibly none. Raises ApiError for a failed request."""
+    def take(self, update: Update) -> str:
+        """Add what a round gave; returns its text. Raises ApiError for a failed request."""
         if update.error is not None:
             raise ApiError(500, update.error)
         self.num_tokens += len(update.token_ids)
         self._logprobs += update.logprobs
         text = self._new_text(update)
+        if update.finish_reason is not None:
+            self.finish_reason = "tool_calls" if self._calls else update.finish_reason
+            self._stop_reason = update.stop_reason
+            self.counts = update.counts
+        return text
+
+    def take_pieces(self, update: Update) -> list[dict[str, Any]]:
+        """`take` for a stream: the pieces to send, possibly none."""
+        text = self.take(update)
         pieces = []
         if not self._has_begun:
             self._has_begun = True
@@ -183,7 +196,6 @@ class Choice:
         if text or update.logprobs:
             pieces.append(self._piece({"content": text} if self._is_chat else text, update.logprobs))
         if update.finish_reason is not None:
-            self._finish(update)
             if self._calls:
                 pieces.append(self._piece({"tool_calls": self._tool_calls(with_index=True)}, ()))
             last = self._piece({} if self._is_chat else "", ())
@@ -199,15 +211,11 @@ class Choice:
                 choice["message"] |= {"content": text or None, "tool_calls": self._tool_calls(with_index=False)}
         else:
             choice["text"] = text
-        self._text_length = len(self._echo)
         choice["logprobs"] = self._logprobs_json(self._logprobs)
         return choice | {"finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
 
     def _new_text(self, update: Update) -> str:
-        token_ids: Sequence[int] = update.token_ids
-        if update.finish_reason == "stop" and not isinstance(update.stop_reason, str):
-            token_ids = token_ids[:-1]  # the stop token is counted, and is no text
-        text = self._text_stream.push(token_ids)
+        text = self._text_stream.push(text_token_ids(update.token_ids, update.finish_reason, update.stop_reason))
         if update.finish_reason is not None:
             text += self._text_stream.finish()
         if self._tools is not None:
@@ -217,11 +225,6 @@ class Choice:
                 text += rest
         self._pieces.append(text)
         return text
-
-    def _finish(self, update: Update) -> None:
-        self.finish_reason = "tool_calls" if self._calls else update.finish_reason
-        self._stop_reason = update.stop_reason
-        self.counts = update.counts
 
     def _piece(self, content: dict[str, Any] | str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
@@ -409,6 +412,7 @@ def _job(
         is_chat=is_chat,
         requests=requests,
         choices=choices,
+        num_choices=body.n,
         num_prompt_tokens=sum(len(prompt.prompt_token_ids) for prompt in prompts),
         is_stream=body.stream,
         includes_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -426,7 +430,7 @@ def _for_choice(request: Request, index: int) -> Request:
     sampling = request.sampling
     if seed is not None:
         sampling = replace(sampling, seed=counter_key(seed, index, _CHOICE_SEED) >> 1)
-    grammar = request.grammar.copy() if isinstance(request.grammar, JsonGrammar) else request.grammar
+    grammar = request.grammar and request.grammar.copy()
     return replace(request, id=f"{request.id}-{index}", sampling=sampling, grammar=grammar)
 
 

@@ -143,6 +143,11 @@ class Sampled(Body):
         return self
 
     @property
+    def num_completions(self) -> int:
+        """Places this takes in the queue."""
+        return self.n
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -187,3 +192,7 @@ class CompletionRequest(Sampled):
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def num_completions(self) -> int:
+        return self.n * len(self.prompts)

@@ -69,7 +69,7 @@ def _interpolated(measured: dict[int, float], count: int) -> float:
 
 
 def expected_tokens(acceptance_by_position: list[float], k: int) -> float:
-    """Tokens one round emits: 1 + sum over i <= k of the product of the first i acceptances (papers D3)."""
+    """Tokens one round emits: 1 + sum over i <= k of the product of the first i acceptances."""
     total, reached = 1.0, 1.0
     for acceptance in acceptance_by_position[:k]:
         reached *= acceptance
@@ -127,28 +127,33 @@ class DraftLengthPolicy:
         self.num_rounds += 1
         if self.fixed is not None:
             return DraftLength(k=self.fixed)
-        best = self.best(num_requests, num_other_rows)
+        acceptance = self.acceptance_by_position
+        best = self.best(num_requests, num_other_rows, acceptance)
         if best == 0:
             is_probe = self.num_rounds % PROBE_INTERVAL == 0
             return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0, is_probe=is_probe)
         rows = num_requests * (best + 1) + num_other_rows
         one_more = self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows + num_requests)
         extra_seconds = one_more - self.costs.target_seconds(rows)
-        next_acceptance = max(self.acceptance_by_position[best - 1], 1e-3)
+        next_acceptance = max(acceptance[best - 1], 1e-3)
         # Worth it while reach * next_acceptance / extra_seconds exceeds the round's own tokens a second.
-        stop_below = extra_seconds * self._tokens_per_second(best, num_requests, num_other_rows) / next_acceptance
+        stop_below = (
+            extra_seconds * self._tokens_per_second(best, num_requests, num_other_rows, acceptance) / next_acceptance
+        )
         return DraftLength(k=self.max_tokens, stop_below=min(stop_below, 1.0))
 
-    def best(self, num_requests: int, num_other_rows: int = 0) -> int:
+    def best(self, num_requests: int, num_other_rows: int = 0, acceptance: list[float] | None = None) -> int:
         """The fixed k with the most expected tokens a second."""
-        speeds = [self._tokens_per_second(k, num_requests, num_other_rows) for k in range(self.max_tokens + 1)]
+        acceptance = acceptance or self.acceptance_by_position
+        lengths = range(self.max_tokens + 1)
+        speeds = [self._tokens_per_second(k, num_requests, num_other_rows, acceptance) for k in lengths]
         return speeds.index(max(speeds))
 
-    def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int) -> float:
+    def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int, acceptance: list[float]) -> float:
         """Of one request, when all draft k tokens."""
         rows = num_requests * (k + 1) + num_other_rows
         seconds = k * self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows)
-        return expected_tokens(self.acceptance_by_position, k) / seconds
+        return expected_tokens(acceptance, k) / seconds
 
 
 def _bin(confidence: float) -> int:

@@ -1,8 +1,8 @@
 """A draft model that proposes token by token, with its own cache that may lag behind what is committed.
 
 Why it lags: all drafted tokens were accepted (the last one was never fed), rounds with k = 0, a fresh slot, a swap.
-One mechanism covers all: before drawing, every committed token the cache lacks is written, at most MAX_CATCH_UP a
-round; until caught up the request's proposal is empty.
+One mechanism covers all: before drawing, every committed token the caches lack is written, at most MAX_CATCH_UP a
+round, those that lack least first; until caught up the request's proposal is empty.
 
 Legend: K drafted positions, W draft vocabulary, R rows of one step.
 """
@@ -20,7 +20,7 @@ from livedraft.speculation.verify import gumbel_choice
 Draw = tuple[int, torch.Tensor | None]
 """(draft row, the probabilities it was drawn from or None for a one-hot choice)."""
 MAX_CATCH_UP = 512
-"""Tokens written a round for one request, so a swap under long contexts does not stall the others."""
+"""Tokens written a round for all requests together, so a swap under long contexts does not stall anybody."""
 
 
 class DraftModel:
@@ -50,14 +50,14 @@ class DraftModel:
         return self.decoder.max_length
 
     def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
-        """Draw up to `num_tokens` for each task. Raises nothing: a task without room gets an empty proposal.
+        """Draw up to `num_tokens` for each task; one whose cache has not caught up gets an empty proposal.
 
         1. Write what each cache lacks; the last committed token's row gives the first draft distribution.
         2. Draw one token for each request, feed it back, until each has its number or the chance that all of it is
            accepted has become too small. A drawn token is always kept (lossless rule 3).
         """
         proposals = [
-            Proposal(draft_token_ids=[], draft_version=self.version, draft_to_target_V=self.draft_to_target_W)
+            Proposal(draft_token_ids=[], draft_version=self.version, draft_to_target_W=self.draft_to_target_W)
             for _ in tasks
         ]
         kept: list[list[torch.Tensor]] = [[] for _ in tasks]  # logits or probs of each drawn token
@@ -94,9 +94,9 @@ class DraftModel:
                     self.lengths[slot] += 1
         for index, proposal in enumerate(proposals):
             if kept[index]:
-                proposal.draft_probs_KV = torch.stack(kept[index])
+                proposal.draft_probs_KW = torch.stack(kept[index])
             if kept_logits[index]:
-                proposal.draft_logits_KV = torch.stack(kept_logits[index])
+                proposal.draft_logits_KW = torch.stack(kept_logits[index])
         return proposals
 
     def _catch_up(self, tasks: list[ProposalTask]) -> tuple[list[int], torch.Tensor]:
@@ -106,18 +106,17 @@ class DraftModel:
         slots: list[int] = []
         logit_rows: list[int] = []
         ready: list[int] = []
+        lags = [len(task.token_ids) - self.lengths[task.slot] if task.num_tokens else 0 for task in tasks]
+        shares = _shares(lags, MAX_CATCH_UP)
         for index, task in enumerate(tasks):
-            if task.num_tokens == 0:
-                continue
             start = self.lengths[task.slot]
-            lacking = task.token_ids[start : start + MAX_CATCH_UP]
+            lacking = task.token_ids[start : start + shares[index]]
             end = start + len(lacking)
-            assert lacking, "the cache never holds the last committed token"
             token_ids += lacking
             positions += range(start, end)
             slots += [task.slot] * len(lacking)
             self.lengths[task.slot] = end
-            if end == len(task.token_ids):
+            if lacking and end == len(task.token_ids):
                 ready.append(index)
                 logit_rows.append(len(token_ids) - 1)
         if not token_ids:
@@ -184,3 +183,12 @@ class DraftModel:
         if num_tokens:
             self.decoder.copy_slot(source, destination, num_tokens)
         self.lengths[destination] = num_tokens
+
+
+def _shares(lags: list[int], budget: int) -> list[int]:
+    """How much each request catches up: the shortest lags first, so that most requests can draft."""
+    shares = [0] * len(lags)
+    for index in sorted(range(len(lags)), key=lags.__getitem__):
+        shares[index] = min(lags[index], budget)
+        budget -= shares[index]
+    return shares

@@ -1,4 +1,4 @@
-"""A proposer for a client that knows most of the answer beforehand (an edited file): its own text, one-hot (rule 4)."""
+"""What a client that knows most of the answer beforehand (an edited file) expects it to be, proposed one-hot (rule 4)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class Prediction:
         self._cursor: int | None = 0
         self._recent: list[int] = []
         self._last_cursor = 0
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        """Behind each pair of tokens; made once, because a search a round would stall everybody."""
+        for end in range(_SHORTEST_MATCH, len(self._token_ids) + 1):
+            self._ends.setdefault(tuple(self._token_ids[end - _SHORTEST_MATCH : end]), []).append(end)
 
     def propose(self, num_tokens: int) -> list[int]:
         """The tokens that follow in the prediction; none while lost."""
@@ -37,13 +41,11 @@ class Prediction:
 
     def _find(self) -> int | None:
         """Behind the longest match of the last tokens; among equals the one nearest after where the output was."""
-        for length in range(len(self._recent), _SHORTEST_MATCH - 1, -1):
-            wanted = self._recent[-length:]
-            ends = [
-                start + length
-                for start in range(len(self._token_ids) - length + 1)
-                if self._token_ids[start : start + length] == wanted
-            ]
-            if ends:
-                return min(ends, key=lambda end: (end < self._last_cursor, abs(end - self._last_cursor)))
-        return None
+        ends = self._ends.get(tuple(self._recent[-_SHORTEST_MATCH:]), [])
+        return max(ends, key=self._fitness, default=None)
+
+    def _fitness(self, end: int) -> tuple[int, bool, int]:
+        length = _SHORTEST_MATCH
+        while length < min(len(self._recent), end) and self._recent[-length - 1] == self._token_ids[end - length - 1]:
+            length += 1
+        return length, end >= self._last_cursor, -abs(end - self._last_cursor)

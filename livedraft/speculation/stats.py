@@ -1,4 +1,4 @@
-"""Counters of speculation and the numbers made of them, each defined once (the design's "Words")."""
+"""Counters of speculation and the numbers made of them, each defined once."""
 
 from __future__ import annotations
 

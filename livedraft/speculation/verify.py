@@ -88,8 +88,8 @@ def verify_by_rejection(
         assert proposal is not None
         target_prob = target_probs_RV[row, token].item()
         draft_prob = 1.0
-        if proposal.draft_probs_KV is not None:
-            draft_prob = proposal.draft_probs_KV[row, proposal.draft_row_ids[row]].item()
+        if proposal.draft_probs_KW is not None:
+            draft_prob = proposal.draft_probs_KW[row, proposal.draft_row_ids[row]].item()
         if uniform(seed, position, ACCEPT) * draft_prob < target_prob:
             output.append(token)
             continue
@@ -102,11 +102,11 @@ def verify_by_rejection(
 def residual(target_probs_V: torch.Tensor, proposal: Proposal, row: int) -> torch.Tensor:
     """max(0, target_probs - draft_probs), unnormalised; the target itself where that has no mass (rule 5)."""
     residual_V = target_probs_V.clone()
-    if proposal.draft_probs_KV is None:
+    if proposal.draft_probs_KW is None:
         residual_V[proposal.draft_token_ids[row]] = 0.0
-    elif proposal.draft_to_target_V is None:
-        residual_V -= proposal.draft_probs_KV[row]
+    elif proposal.draft_to_target_W is None:
+        residual_V -= proposal.draft_probs_KW[row]
     else:
-        residual_V[proposal.draft_to_target_V] -= proposal.draft_probs_KV[row]
+        residual_V[proposal.draft_to_target_W] -= proposal.draft_probs_KW[row]
     residual_V.clamp_(min=0.0)
     return residual_V if residual_V.sum().item() > 0.0 else target_probs_V

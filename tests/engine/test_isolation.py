@@ -1,6 +1,7 @@
 """One request never harms another: cancellation at any moment, failures, a draft that breaks, a draft that is too short."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -75,9 +76,10 @@ def test_a_grammar_that_breaks_fails_its_request_alone(lasts):
     assert served.draft is not None
 
 
-def test_a_target_that_gives_no_numbers_fails_only_the_rows_it_spoils(monkeypatch):
+@pytest.mark.parametrize("mode", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}, {"presence_penalty": 1.0}])
+def test_a_target_that_gives_no_numbers_fails_only_the_rows_it_spoils(monkeypatch, mode):
     served = drafting_engine()
-    states = [served.add_request(request(p, i, temperature=1.0)) for i, p in enumerate(PROMPTS[:2])]
+    states = [served.add_request(request(p, i, **mode)) for i, p in enumerate(PROMPTS[:2])]
     served.step()
     right = served.runner.verify
 
@@ -89,6 +91,75 @@ def test_a_target_that_gives_no_numbers_fails_only_the_rows_it_spoils(monkeypatc
     while served.has_work:
         served.step()
     assert [state.finish_reason for state in states] == ["length", "error"]
+
+
+def test_numbers_that_are_none_do_not_stay_in_the_slot():
+    """A later, shorter request in that slot, batched with a longer one, reads past its own positions, masked."""
+    served = drafting_engine()
+    spoiled = served.add_request(request([1] * 40, 0, max_tokens=60))
+    other = served.add_request(request(PROMPTS[0], 1, max_tokens=8))
+    for _ in range(3):
+        served.step()
+    served.runner.target.cache._storage[:, :, spoiled.slot, :, 20:60] = torch.nan
+    while served.has_work:
+        served.step()
+    assert spoiled.finish_reason == "error"
+    assert other.output_token_ids == ALONE[0][:8]
+    outputs = serve(served, [request(PROMPTS[1], 2), request([1] * 40, 3)])
+    assert outputs[0] == ALONE[1]
+
+
+def test_what_fails_at_the_end_of_a_request_harms_nobody():
+    def fails(trace):
+        raise OSError("no room")
+
+    served = drafting_engine(trace_sink=fails)
+    events = []
+    served.events.subscribe(events.append)
+    assert serve(served, [request(p, i) for i, p in enumerate(PROMPTS)]) == ALONE
+    assert len([event for event in events if event["event"] == "finish_failed"]) == 4
+
+
+def test_the_drafts_catch_up_is_shared_by_the_round(monkeypatch):
+    """After a swap under four contexts, no draft pass is larger than the budget, and the answers are the same."""
+    monkeypatch.setattr("livedraft.speculation.draft_model.MAX_CATCH_UP", 30)
+    prompts = [[(3 * n + i) % 64 for i in range(20)] for n in range(4)]
+    target = decoder(MODEL)
+    served = engine(target, None)
+    states = [served.add_request(request(p, i, max_tokens=40)) for i, p in enumerate(prompts)]
+    for _ in range(4):
+        served.step()
+    draft = draft_model(perturbed_draft(MODEL, noise=0.0), target)
+    sizes, right = [], draft.decoder.forward
+    draft.decoder.forward = lambda tokens, *rest: (sizes.append(len(tokens)), right(tokens, *rest))[1]
+    served.offer_draft(draft)
+    while served.has_work:
+        served.step()
+    assert max(sizes) == 30
+    plain = serve(engine(decoder(MODEL), None), [request(p, i, max_tokens=40) for i, p in enumerate(prompts)])
+    assert [state.output_token_ids for state in states] == plain
+    assert all(state.stats.num_accepted_tokens > 5 for state in states)
+
+
+def test_predictions_are_counted_apart_from_the_draft_and_bounded():
+    served = drafting_engine()
+    one = dataclasses.replace(request(PROMPTS[0]), prediction_token_ids=tuple(ALONE[0][:10]))
+    state = served.add_request(one)
+    while served.has_work:
+        served.step()
+    assert state.output_token_ids == ALONE[0]
+    # Three a round and the target's own fourth.
+    assert 6 <= state.num_accepted_prediction_tokens <= 10
+    assert state.stats.num_draft_tokens == served.stats.num_draft_tokens
+    by_prediction = served.stats_by_version["default", "prediction"]
+    assert by_prediction.num_accepted_tokens == state.num_accepted_prediction_tokens
+    with pytest.raises(ValueError, match="prediction has 129 tokens"):
+        served.add_request(dataclasses.replace(one, prediction_token_ids=(1,) * 129))
+    plain = drafting_engine(k=0)
+    state = plain.add_request(one)
+    while plain.has_work:
+        plain.step()
+    assert state.num_prediction_tokens == 0
 
 
 def test_a_draft_that_raises_goes_out_of_service_and_no_answer_changes(monkeypatch):
@@ -239,6 +310,21 @@ def test_a_round_that_raises_fails_its_requests_and_the_loop_goes_on(loop):
     assert waiting.tokens == ALONE[1]
 
 
+def test_a_command_that_raises_does_not_end_the_thread(loop, monkeypatch):
+    monkeypatch.setattr(loop.engine.scheduler, "release", lambda state: 1 / 0)
+    first = Receiver()
+    loop.submit(request(PROMPTS[0], 0, max_tokens=100), first)
+    loop.cancel("r0")
+    loop.cancel("unknown")
+    time.sleep(0.2)
+    monkeypatch.undo()
+    assert loop._thread.is_alive()
+    later = Receiver()
+    loop.submit(request(PROMPTS[1], 1), later)
+    assert later.ended.wait(20)
+    assert later.tokens == ALONE[1]
+
+
 def test_a_request_that_cannot_be_queued_is_answered(loop):
     receiver = Receiver()
     loop.submit(request([1] * 500, 0), receiver)
@@ -248,10 +334,12 @@ def test_a_request_that_cannot_be_queued_is_answered(loop):
 
 def test_closing_cancels_what_runs_and_ends_the_thread(loop):
     receiver = Receiver()
-    loop.submit(request(PROMPTS[0], 0, max_tokens=100), receiver)
+    loop.submit(request(PROMPTS[0], 0, max_tokens=120), receiver)
+    while not receiver.updates:
+        time.sleep(0.001)
     loop.close()
     loop.close()
-    assert receiver.updates == [] or receiver.updates[-1].finish_reason in ("cancelled", "length")
+    assert receiver.updates[-1].finish_reason in ("cancelled", "length")
     assert not loop._thread.is_alive()
 
 

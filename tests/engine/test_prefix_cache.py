@@ -6,6 +6,15 @@ from livedraft.engine.prefix_cache import MIN_SHARED_TOKENS, PrefixCache, num_sh
 from tests.tiny import decoder, draft_model, engine, perturbed_draft, random_model, request, serve
 
 MODEL = random_model()
+
+
+def held(cache, token_ids):
+    slot = cache.reserve(token_ids)
+    if slot is not None:
+        cache.keep(slot, token_ids)
+    return slot
+
+
 SYSTEM = [(7 * n + 3) % 64 for n in range(70)]
 
 
@@ -18,7 +27,7 @@ def test_num_shared_is_the_common_beginning(left, right):
 
 def test_the_longest_beginning_wins_and_the_last_prompt_token_is_never_shared():
     cache = PrefixCache(first_slot=4, num_slots=2)
-    slots = [cache.keep([*SYSTEM[:19], 63]), cache.keep([*SYSTEM[:40], 1, 2])]
+    slots = [held(cache, [*SYSTEM[:19], 63]), held(cache, [*SYSTEM[:40], 1, 2])]
     assert sorted(slots) == [4, 5]
     assert cache.find([*SYSTEM[:40], 9], []) == (slots[1], 40)
     assert cache.find([*SYSTEM[:19], 63], []) == (slots[0], 19)
@@ -30,14 +39,14 @@ def test_the_longest_beginning_wins_and_the_last_prompt_token_is_never_shared():
 
 def test_a_longer_turn_replaces_its_conversation_and_the_least_used_goes_first():
     cache = PrefixCache(first_slot=0, num_slots=2)
-    first = cache.keep(SYSTEM[:30])
-    assert cache.keep(SYSTEM[:50]) == first
-    assert cache.keep(SYSTEM[:40]) is None  # all of it is there
-    other = cache.keep([5] * 30)
+    first = held(cache, SYSTEM[:30])
+    assert held(cache, SYSTEM[:50]) == first
+    assert held(cache, SYSTEM[:40]) is None  # all of it is there
+    other = held(cache, [5] * 30)
     cache.find([*SYSTEM[:50], 1], [])
-    assert cache.keep([6] * 30) == other
-    assert cache.keep([6] * (MIN_SHARED_TOKENS - 1)) is None
-    assert PrefixCache(first_slot=0, num_slots=0).keep(SYSTEM) is None
+    assert held(cache, [6] * 30) == other
+    assert held(cache, [6] * (MIN_SHARED_TOKENS - 1)) is None
+    assert PrefixCache(first_slot=0, num_slots=0).reserve(SYSTEM) is None
 
 
 def conversation_engine(num_prefix_slots, **options):
@@ -62,6 +71,25 @@ def test_turns_of_a_conversation_reuse_and_give_the_same_tokens():
             assert state.output_token_ids == serve(plain, [request([*first, *answer, 9, start], **mode)])[0]
     assert cached.prefixes.num_hit_tokens > 0
     assert cached.stats.acceptance_rate > 0.2  # the draft's cache was copied right, too
+
+
+def test_a_copy_that_fails_leaves_nothing_that_could_be_reused(monkeypatch):
+    served = conversation_engine(1)
+    right = served.runner.target.copy_slot
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(served.runner.target, "copy_slot", fails)
+    states = [served.add_request(request([n, *SYSTEM[n:]], n)) for n in (1, 2)]
+    while served.has_work:
+        served.step()
+    assert [state.finish_reason for state in states] == ["length", "length"]
+    monkeypatch.setattr(served.runner.target, "copy_slot", right)
+    plain = engine(decoder(MODEL, max_length=256), None, config=EngineConfig(max_num_seqs=4, max_model_len=256))
+    for _ in range(2):  # computed, then kept and reused: the slot was given back
+        assert serve(served, [request([1, *SYSTEM[1:], 5])]) == serve(plain, [request([1, *SYSTEM[1:], 5])])
+    assert served.prefixes.num_hit_tokens > 0
 
 
 def test_after_a_swap_the_target_part_is_reused_and_the_draft_part_rebuilt():

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from livedraft.engine.runner import Runner
 from livedraft.models.hf_runtime import HFRuntime
 from livedraft.records import UserError
 from livedraft.speculation.draft_model import DraftModel
@@ -45,6 +46,14 @@ def test_logits_rewind_and_batches(name):
         token_ids + token_ids[8:], [*range(20), *range(8, 20)], [0] * 20 + [1] * 12, [19, 20, 31]
     ).logits_RV
     assert torch.allclose(logits, expected[[19, 8, 19]], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_costs_can_be_measured_before_any_request(name):
+    served = Runner(runtime(tiny(name)))
+    costs = served.measure_costs(DraftModel(runtime(tiny(name)), torch.arange(64), version="x"), num_repeats=1)
+    assert costs.target_seconds(1) > 0
+    assert costs.draft_step_seconds(1) > 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -161,7 +161,8 @@ def test_models_health_and_metrics(client):
 
 def test_request_ids_are_echoed_or_made_and_the_log_holds_no_prompt(client, caplog):
     caplog.set_level(logging.INFO, "livedraft.access")
-    given = client.post("/v1/chat/completions", CHAT, headers={"X-Request-Id": "abc-1"})
+    secret = CHAT | {"messages": [{"role": "user", "content": "a very private question"}]}
+    given = client.post("/v1/chat/completions", secret, headers={"X-Request-Id": "abc-1"})
     assert given.headers["x-request-id"] == "abc-1"
     assert given.json()["id"] == "chatcmpl-abc-1"
     made = client.post("/v1/chat/completions", CHAT, headers={"X-Request-Id": "not plain\t" + "x" * 100})
@@ -169,7 +170,7 @@ def test_request_ids_are_echoed_or_made_and_the_log_holds_no_prompt(client, capl
     assert client.get("/nothing").headers["x-request-id"]
     log = caplog.text
     assert "abc-1 POST /v1/chat/completions 200" in log
-    assert "hi" not in [record.message for record in caplog.records]
+    assert "private" not in log
     # One id sent twice at once is two requests.
     ids = {request.id for request in client.server.served.backend.requests}
     assert len(ids) == 2
@@ -217,9 +218,45 @@ def test_a_full_queue_is_429_and_places_come_back():
         assert error_of(refused, 429)["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) > 0
         assert client.server.num_open == 0
-        assert error_of(client.post("/v1/chat/completions", CHAT | {"n": 3}), 429)
         backend = client.server.served.backend
         assert set(backend.cancelled) == {request.id for request in backend.requests}
+
+
+def test_what_would_never_fit_the_queue_is_400_not_try_again():
+    with InProcess(scripted("x", max_num_seqs=1), ServerConfig(max_queue=10)) as client:
+        body = {"model": "script", "prompt": ["a", "b", "c"], "n": 4}
+        assert error_of(client.post("/v1/completions", body), 400)["param"] == "n"
+        assert client.complete(body | {"n": 3}).status == 200
+
+
+def test_an_unexpected_error_is_a_500_with_the_request_id_and_places_come_back(client, monkeypatch, caplog):
+    monkeypatch.setattr(client.server.served.backend, "submit", lambda request, deliver: 1 / 0)
+    caplog.set_level(logging.INFO, "livedraft.access")
+    answer = client.post("/v1/chat/completions", CHAT, headers={"X-Request-Id": "bug-7"})
+    assert "bug-7" in error_of(answer, 500)["message"]
+    assert answer.headers["x-request-id"] == "bug-7"
+    assert "bug-7 POST /v1/chat/completions 500" in caplog.text
+    assert client.server.num_open == 0
+
+
+def test_a_reader_that_is_slow_gets_all_that_was_made_in_time():
+    with InProcess(scripted("abcdefghi"), ServerConfig(request_timeout_seconds=0.2)) as client:
+        server, served = client.server, client.server.served
+
+        async def read_slowly():
+            from livedraft.server.openai_api import chat_job
+            from livedraft.server.schemas import ChatCompletionRequest
+
+            job = chat_job(ChatCompletionRequest(**CHAT), served, id="x", reports_counts=False)
+            received = []
+            async for _, update in server.updates(job, served):
+                received.append(update)
+                await asyncio.sleep(0.1)
+            return received
+
+        received = client.run(read_slowly())
+        assert received[-1].finish_reason == "stop"
+        assert sum(len(update.token_ids) for update in received) == 10
 
 
 def test_loading_is_503_and_draining_lets_running_requests_finish():
@@ -412,7 +449,7 @@ def test_many_requests_in_one_round_cost_one_wake_up():
         time.sleep(0.05)  # the loop is held: all sixteen come in one round
         thread.join()
         received = [await queue.get() for _ in range(16)]
-        return len(calls), [index for index, _ in received]
+        return len(calls), [index for index, *_ in received]
 
     assert asyncio.run(count()) == (1, list(range(16)))
 

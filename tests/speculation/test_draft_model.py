@@ -86,10 +86,10 @@ def test_mixed_batch_equals_each_alone():
         alone = draft_model(WEIGHTS, TARGET).propose([one])[0]
         assert proposal.draft_token_ids == alone.draft_token_ids
         assert len(proposal.draft_token_ids) == one.num_tokens
-        assert (proposal.draft_probs_KV is None) == (
+        assert (proposal.draft_probs_KW is None) == (
             one.sampling.is_greedy or one.sampling.seed is not None or one.num_tokens == 0
         )
-    assert torch.allclose(together[3].draft_probs_KV.sum(-1), torch.ones(2))
+    assert torch.allclose(together[3].draft_probs_KW.sum(-1), torch.ones(2))
 
 
 def test_trimmed_vocabulary_maps_rows_to_target_ids():

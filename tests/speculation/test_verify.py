@@ -19,8 +19,8 @@ def proposal(tokens, draft_probs=None, rows=None, ids=None):
         draft_token_ids=list(tokens),
         draft_version="v",
         draft_row_ids=list(rows if rows is not None else tokens),
-        draft_probs_KV=None if draft_probs is None else torch.tensor(draft_probs),
-        draft_to_target_V=None if ids is None else torch.tensor(ids),
+        draft_probs_KW=None if draft_probs is None else torch.tensor(draft_probs),
+        draft_to_target_W=None if ids is None else torch.tensor(ids),
     )
 
 

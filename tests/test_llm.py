@@ -1,0 +1,85 @@
+"""The front door: other families, a start that fails, a round that fails."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from livedraft import LLM, SamplingParams
+from livedraft.records import UserError
+from tests.hf_folder import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def neox_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("neox")
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=258, num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=48,
+        max_position_embeddings=256, eos_token_id=257,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_family_the_native_decoder_does_not_know_is_served_alone_and_as_a_draft(neox_folder, model_folder):
+    options = {"dtype": "float32", "num_threads": 1}
+    parameters = SamplingParams(max_tokens=10)
+    with LLM(str(neox_folder), **options) as llm:
+        plain = llm.generate("hello", parameters)[0]
+    with LLM(str(neox_folder), draft=str(neox_folder), **options) as llm:
+        assisted = llm.generate("hello", parameters)[0]
+    assert assisted.token_ids == plain.token_ids
+    with LLM(str(model_folder), draft="none", **options) as llm:
+        native = llm.generate("hello", parameters)[0]
+    with LLM(str(model_folder), draft=str(neox_folder), **options) as llm:
+        assert llm.generate("hello", parameters)[0].token_ids == native.token_ids
+        assert llm.engine.draft_version == neox_folder.name
+
+
+def test_a_start_that_fails_gives_the_state_folder_back(model_folder, tmp_path):
+    with pytest.raises(UserError, match="no draft 'v9'") as caught:
+        LLM(str(model_folder), state=tmp_path, draft="v9")
+    with LLM(str(model_folder), state=tmp_path):
+        assert caught.value.__traceback__ is not None  # the failed one is still referenced
+
+
+def test_a_round_that_fails_is_an_error_and_the_next_request_is_served(model_folder, monkeypatch):
+    with LLM(str(model_folder), dtype="float32", num_threads=1) as llm:
+        right = llm.generate("hello", SamplingParams(max_tokens=8))[0].token_ids
+        draft = llm.engine.draft
+
+        def fails(*_):
+            raise MemoryError("say")
+
+        monkeypatch.setattr(llm.engine.runner, "verify", fails)
+        with pytest.raises(RuntimeError, match="failed on this request"):
+            llm.generate("hello", SamplingParams(max_tokens=8))
+        monkeypatch.undo()
+        assert llm.generate("hello", SamplingParams(max_tokens=8))[0].token_ids == right
+        assert llm.engine.draft is draft
+
+
+def test_once_the_loop_owns_the_engine_generate_is_refused(model_folder):
+    with LLM(str(model_folder), num_threads=1) as llm:
+        llm.loop()
+        with pytest.raises(RuntimeError, match="belongs to its loop"):
+            llm.generate("hello")
+
+
+def test_every_sampling_option_survives_the_trace_store(model_folder, tmp_path):
+    from livedraft.learning.store import TraceStore
+
+    sampling = SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=4, max_tokens=4, stop=("never",), stop_token_ids=(7,),
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5,
+        logit_bias=((3, 1.5),), logprobs=2,
+    )  # fmt: skip
+    with LLM(str(model_folder), state=tmp_path, learn=True, num_threads=1) as llm:
+        llm.generate("hello", sampling)
+    store = TraceStore(tmp_path)
+    (row,) = store.rows()
+    assert store.read(row).sampling == sampling
+    assert json.dumps(sampling.logit_bias)
