@@ -267,6 +267,11 @@ class LLM:
         )
 
     @property
+    def serve_flops(self) -> float:
+        """Of all passes of the target so far: two operations a weight and row. Attention and the draft are left out."""
+        return 2.0 * self.num_parameters * self.engine.runner.num_target_rows
+
+    @property
     def kv_gib(self) -> float:
         """KV memory when every slot is full."""
         return self._num_slots * self._slot_bytes / 2**30
@@ -371,9 +376,12 @@ class LLM:
         is_first = serving is not None and serving.id == draft.version and serving.parent is None
         return _BARE_PRIOR if is_first or draft.version == UNTRAINED else 0.3
 
-    def _publish_untrained(self) -> DraftVersion:
-        """The first version of a fresh state: the trainer starts from it and traces name it."""
-        assert self.registry is not None and self._untrained is not None
+    def untrained_draft(self) -> tuple[DraftWeights, DraftVersion]:
+        """The draft every stream starts from, with its description as a first version. Raises UserError without one."""
+        if self._untrained is None:
+            raise UserError(
+                "There is no untrained draft: the native decoder does not read this target, or draft is 'none'."
+            )
         weights = self._untrained
         version = DraftVersion(
             id=new_version_id(0),
@@ -386,6 +394,12 @@ class LLM:
             vocabulary_size=weights.vocabulary_size,
             created_at=time.time(),
         )
+        return weights, version
+
+    def _publish_untrained(self) -> DraftVersion:
+        """The first version of a fresh state: the trainer starts from it and traces name it."""
+        assert self.registry is not None
+        weights, version = self.untrained_draft()
         return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
 
     # --- ending -----------------------------------------------------------------------------------------------------

@@ -250,6 +250,41 @@ def bench_serve(
     )  # fmt: skip
 
 
+@bench_app.command("replay")
+def bench_replay(
+    prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines; may be given several times.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 800,
+    shift: Annotated[bool, typer.Option("--shift", help="At the end return to the first file's next prompts.")] = False,
+    mix: Annotated[bool, typer.Option("--mix", help="All files' prompts in random order.")] = False,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="livedraft, osd, static:INIT or static:FOLDER; may be given several times.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests served together.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    save_traces: Annotated[Path | None, typer.Option(help="Record the served requests here.")] = None,
+    from_traces: Annotated[Path | None, typer.Option(help="Rerun the arms on recorded requests.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of training and mixing.")] = None,
+    loss: Annotated[str | None, typer.Option(help="forward_kl, neg_log_alpha or hybrid.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the trainer.")] = None,
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Learning curves: serve prompts and learn from them, live or recorded, beside OSD's own variant and static drafts."""
+    settings = _settings(config, learning={"seed": seed, "loss": loss, "learning_rate": learning_rate})
+    from livedraft.bench.replay import run
+
+    run(
+        prompt_files=prompts or [], limit=limit, shift=shift, mix=mix, arms=arm or ["livedraft"], concurrency=concurrency,
+        max_tokens=max_tokens, temperature=temperature, save_traces=save_traces, from_traces=from_traces, plot=plot,
+        state=state, model=model, dtype=dtype, learning=settings.learning, as_json=as_json,
+    )  # fmt: skip
+
+
 def main() -> None:
     """Entry point: an error of the user's is one sentence on standard error and exit code 1, never a traceback."""
     from livedraft.records import UserError

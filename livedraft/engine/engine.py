@@ -176,10 +176,22 @@ class Engine:
         with self._offer_lock:
             self._offer = None
 
+    def take_up_offered_draft(self) -> None:
+        """Between two rounds, on the engine's own thread."""
+        if self._offer is None:
+            return
+        with self._offer_lock:
+            (draft, prior), self._offer = self._offer, None
+        previous = self.draft_version
+        self.draft = draft  # its cache is empty: running requests catch up by the lag rule
+        if prior is not None:
+            self.lengths.set_prior(prior)
+        self.events.emit("draft_swapped", previous=previous, version=self.draft_version)
+
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
         """One round: propose, verify, commit. Returns the requests that finished in it."""
-        self._take_up_offered_draft()
+        self.take_up_offered_draft()
         self._admit()
         entries = self.scheduler.plan_round()
         if not entries:
@@ -192,17 +204,6 @@ class Engine:
         return self._release_finished(entries)
 
     # --- the parts of a round ---------------------------------------------------------------------------------------
-
-    def _take_up_offered_draft(self) -> None:
-        if self._offer is None:
-            return
-        with self._offer_lock:
-            (draft, prior), self._offer = self._offer, None
-        previous = self.draft_version
-        self.draft = draft  # its cache is empty: running requests catch up by the lag rule
-        if prior is not None:
-            self.lengths.set_prior(prior)
-        self.events.emit("draft_swapped", previous=previous, version=self.draft_version)
 
     def _admit(self) -> None:
         """Waiting requests into free slots, each with the longest beginning that some slot already holds."""

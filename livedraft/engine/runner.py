@@ -27,6 +27,8 @@ _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 class Runner:
     def __init__(self, target: ModelStep) -> None:
         self.target = target
+        self.num_target_rows = 0
+        """Rows of all passes so far: what serving cost."""
 
     def propose(
         self,
@@ -65,6 +67,7 @@ class Runner:
             token_ids += rows
             positions += range(start, start + len(rows))
             slots += [state.slot] * len(rows)
+        self.num_target_rows += len(token_ids)
         logits_RV = self.target.forward(token_ids, positions, slots, logit_rows).logits_RV
         return list(logits_RV.split(num_logits))
 

@@ -75,7 +75,7 @@ class TraceStore:
         name = f"shard-{uuid.uuid4().hex}.safetensors"
         temporary = self.folder / f".tmp-{name}"
         try:
-            _write_shard(temporary, traces)
+            write_shard(temporary, traces)
             fsync_path(temporary)
             os.rename(temporary, self.folder / name)
             fsync_path(self.folder)
@@ -117,7 +117,7 @@ class TraceStore:
         traces = self._open_shards.get(row.shard)
         if traces is None:
             try:
-                traces = _read_shard(self.folder / row.shard)
+                traces = read_shard(self.folder / row.shard)
             except (OSError, SafetensorError, KeyError, ValueError):
                 self._set_aside(row.shard)
                 return None
@@ -142,7 +142,9 @@ class TraceStore:
             database.execute("DELETE FROM traces WHERE shard = ?", (shard,))
 
 
-def _write_shard(path: Path, traces: Sequence[Trace]) -> None:
+def write_shard(path: Path, traces: Sequence[Trace]) -> None:
+    """All traces into one file. Raises OSError or SafetensorError."""
+
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(trace, name) for trace in traces])
 
@@ -172,7 +174,8 @@ def _write_shard(path: Path, traces: Sequence[Trace]) -> None:
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata=metadata)
 
 
-def _read_shard(path: Path) -> list[Trace]:
+def read_shard(path: Path) -> list[Trace]:
+    """Raises OSError, SafetensorError, KeyError or ValueError for a file that is none, or of another schema."""
     with safe_open(path, framework="numpy") as shard:
         metadata = shard.metadata()
         if metadata.get("schema_version") != str(TRACE_SCHEMA_VERSION):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -56,6 +57,8 @@ class Score:
     """As alpha, under the request's own temperature and filters. Penalties, bias and grammars are left out: candidate and
     parent are compared on the same positions without them."""
     num_positions: int
+    served_overlap_T: np.ndarray
+    """What alpha_served is the mean of: the chance that a token drafted at the position is accepted."""
 
 
 class Trainer:
@@ -77,6 +80,8 @@ class Trainer:
         self.rotary = RotaryTable(model_config, max_positions, torch.float32, torch.device("cpu"))
         self.uses_bf16 = cpu_has_bf16_instructions()
         self.num_steps = 0
+        self.flops = 0.0
+        """Floating-point operations of training and scoring so far: 2 a weight and token forward, 4 backward."""
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
@@ -99,6 +104,7 @@ class Trainer:
                 loss_sum += loss
                 alpha_sum += overlap
                 num_taught += taught
+                self.flops += 6.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
                 between()
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
         self.optimizer.step()
@@ -155,6 +161,7 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):
                 batch = collate(micro_batch, lookup_V, every_position=True)
+                self.flops += 2.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
                 hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
                 for index, example in enumerate(micro_batch):
                     rows = torch.nonzero(batch.example_N == index)[:, 0]
@@ -245,6 +252,16 @@ class Trainer:
         return F.rms_norm(hidden_ND, (config.width,), weights.final_norm_D, config.norm_eps)
 
 
+def _num_weights(weights: DecoderWeights) -> int:
+    """That take part in products: all but the embedding and the norms."""
+    layers = sum(
+        linear.weight.numel()
+        for layer in weights.layers
+        for linear in (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
+    )
+    return layers + weights.head.weight.numel()
+
+
 def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor) -> Score:
     """rows: the example's positions in the batch; logits_TW: the draft's logits there."""
     teacher_rows_TK, teacher_log_probs_TK = batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows]
@@ -263,4 +280,5 @@ def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logi
         alpha_t0=matches_T.float().mean().item(),
         alpha_served=served_T.mean().item(),
         num_positions=len(rows),
+        served_overlap_T=served_T.numpy(),
     )

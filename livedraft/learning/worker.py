@@ -25,7 +25,8 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -84,6 +85,10 @@ class Worker:
         self.num_candidates = 0
         self.num_tests_since_promotion = 0
         self.candidate: DraftVersion | None = None
+        self.train_seconds = 0.0
+        """Spent in steps and scores, pauses for serving not counted."""
+        self.num_train_tokens = 0
+        self._paused_seconds = 0.0
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
@@ -184,7 +189,9 @@ class Worker:
     def _step(self, batch: list[Example]) -> None:
         for example in batch:
             self.copies[example.trace_id] += 1
-        self.trainer.step(batch, self._between)
+            self.num_train_tokens += example.num_tokens
+        with self._timed():
+            self.trainer.step(batch, self._between)
 
     # --- candidates and the gate ------------------------------------------------------------------------------------
 
@@ -257,7 +264,8 @@ class Worker:
         if unknown:
             draft = self._draft(version_id)
             assert draft is not None
-            fresh = self.trainer.score(unknown, draft, self._between)
+            with self._timed():
+                fresh = self.trainer.score(unknown, draft, self._between)
             known.update(zip((example.trace_id for example in unknown), fresh, strict=True))
         return [known[example.trace_id] for example in examples]
 
@@ -280,9 +288,16 @@ class Worker:
 
     def _between(self) -> None:
         """Called between micro-batches: step aside while requests run or wait."""
-        deadline = time.monotonic() + MAX_YIELD_SECONDS
-        while self._yield_flag[0] and time.monotonic() < deadline:
+        started = time.monotonic()
+        while self._yield_flag[0] and time.monotonic() < started + MAX_YIELD_SECONDS:
             time.sleep(0.01)
+        self._paused_seconds += time.monotonic() - started
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started, paused = time.monotonic(), self._paused_seconds
+        yield
+        self.train_seconds += time.monotonic() - started - (self._paused_seconds - paused)
 
     def _report(self, status: str) -> None:
         """Write the status row when it changes; the serving process shows it."""
@@ -294,6 +309,9 @@ class Worker:
             "pid": os.getpid(),
             "num_steps": self.trainer.num_steps,
             "num_trained": self.num_trained,
+            "num_train_tokens": self.num_train_tokens,
+            "train_seconds": round(self.train_seconds, 3),
+            "train_flops": self.trainer.flops,
             "in_service": self.in_service.id,
         }
         with open_database(self.state) as database:

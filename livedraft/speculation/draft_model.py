@@ -43,6 +43,8 @@ class DraftModel:
         self.draft_to_target_W = draft_to_target_W.to(decoder.device)
         self._target_ids = draft_to_target_W.tolist()
         self.lengths = [0] * decoder.num_slots
+        self.num_rows = 0
+        """Rows of all passes so far: what drafting cost."""
 
     @property
     def max_length(self) -> int:
@@ -126,6 +128,7 @@ class DraftModel:
     def _forward(
         self, token_ids: list[int], positions: list[int], slots: list[int], logit_rows: list[int]
     ) -> torch.Tensor:
+        self.num_rows += len(token_ids)
         logits_RW = self.decoder.forward(token_ids, positions, slots, logit_rows).logits_RV
         W = len(self._target_ids)
         return logits_RW if logits_RW.shape[-1] == W else logits_RW[:, :W]  # padded rows are never tokens

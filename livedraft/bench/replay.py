@@ -1,0 +1,400 @@
+"""`livedraft bench replay`: prompt files through the real engine and the real trainer, and other learners on the same traffic.
+
+The target's output does not depend on the draft. So once served requests are recorded, any arm can be rerun on them:
+    livedraft       the loop of this project: score, train, replay, gate (the training process's own `Worker`)
+    osd             Online Speculative Decoding as published: rejected positions only, an update every 8 requests, no replay
+    static:INIT     the untrained draft, never changed
+    static:DIR      a version's folder, never changed
+
+Requests come in bursts of `--concurrency`; between bursts the trainer finishes what it has, so the curve is one of requests and
+not of seconds, and the live arm and its recorded rerun agree. Alpha is prequential: scored with the version that served it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from livedraft.bench.prompts import read_prompts
+from livedraft.config import EngineConfig, LearningConfig
+from livedraft.drafts.registry import Registry
+from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
+from livedraft.learning.batches import example_from_trace
+from livedraft.learning.process import read_trainer_status
+from livedraft.learning.store import TraceStore, read_shard, write_shard
+from livedraft.learning.trainer import Trainer
+from livedraft.learning.worker import Worker
+from livedraft.llm import LLM, ROUTE
+from livedraft.models.load import load_embedding_and_head
+from livedraft.models.pull import resolve_model
+from livedraft.records import DraftVersion, SamplingParams, Trace, UserError
+from livedraft.tokenizer import Message
+
+OSD_INTERVAL = 8
+"""Requests between two updates of the published algorithm (OSD, Algorithm 2)."""
+_LONGEST_SETTLE_SECONDS = 120.0
+_LOOK_AT_REQUEST = 120
+
+
+@dataclass(kw_only=True)
+class ArmResult:
+    alphas: list[float] = field(default_factory=list)
+    """Prequential, in the order of arrival."""
+    versions: list[str] = field(default_factory=list)
+    """That served each request."""
+    num_promoted: int = 0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    train_flops: float = 0.0
+    serve_flops: float | None = None
+    tokens_per_second: float | None = None
+    gate_alphas: dict[str, float] = field(default_factory=dict)
+    """Of promoted versions, on what they had not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What every arm on recorded traffic needs."""
+
+    target: Path
+    untrained: DraftWeights
+    version: DraftVersion
+    """The untrained draft's description."""
+    config: LearningConfig
+    max_positions: int
+    burst: int
+
+
+def run(
+    *,
+    prompt_files: list[Path],
+    limit: int,
+    shift: bool,
+    mix: bool,
+    arms: list[str],
+    concurrency: int,
+    max_tokens: int,
+    temperature: float,
+    save_traces: Path | None,
+    from_traces: Path | None,
+    plot: Path | None,
+    state: Path | None,
+    model: str,
+    dtype: str,
+    learning: LearningConfig,
+    as_json: bool,
+) -> None:
+    report = _reporter()
+    results: dict[str, ArmResult] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if from_traces is None:
+            prompts = _ordered(prompt_files, limit, shift=shift, mix=mix, seed=learning.seed)
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+            live_state = state or Path(folder) / "live"
+            results["livedraft"], traces, learner = _serve_live(
+                prompts, sampling, live_state, concurrency, model, dtype, learning, report
+            )
+            arms = [arm for arm in arms if arm != "livedraft"]
+        else:
+            traces = read_traces(from_traces)
+            learner = _learner(model, dtype, learning, concurrency)
+        if save_traces is not None:
+            write_shard(save_traces, traces)
+        _check_target(traces, learner)
+        for arm in arms:
+            report(f"{arm} on {len(traces)} recorded requests")
+            results[arm] = _recorded(arm, traces, learner, Path(folder) / f"arm-{len(results)}", report)
+    print(file=sys.stderr)
+    fields = {arm: _fields(result, traces) for arm, result in results.items()}
+    if plot is not None:
+        from livedraft.bench.plots import plot_curves
+
+        plot_curves({arm: result.alphas for arm, result in results.items()}, plot)
+    first = next(iter(fields.values()))
+    output = {"model": model, "seed": learning.seed, "requests": len(traces), **first, "arms": fields}
+    if as_json:
+        print(json.dumps(output))
+    else:
+        _print_table(fields)
+
+
+# --- the traffic ----------------------------------------------------------------------------------------------------
+
+
+def _ordered(files: list[Path], limit: int, *, shift: bool, mix: bool, seed: int) -> list[tuple[str, list[Message]]]:
+    """(segment, messages) in order: one file after the other, with `shift` the first one's next prompts again at the end, or
+    all of them mixed."""
+    if not files:
+        raise UserError("bench replay needs --prompts FILE, or --from-traces FILE.")
+    wanted = {path: 2 * limit if shift and index == 0 else limit for index, path in enumerate(files)}
+    by_file = {path: read_prompts(path, count) for path, count in wanted.items()}
+    segments = [(path.stem, by_file[path][:limit]) for path in files]
+    if shift:
+        returned = by_file[files[0]][limit:]
+        if not returned:
+            raise UserError(f"--shift returns to {files[0]} at the end, but it has no more than {limit} prompts.")
+        segments.append((f"{files[0].stem} again", returned))
+    ordered = [(name, messages) for name, prompts in segments for messages in prompts]
+    if mix:
+        random.Random(seed).shuffle(ordered)
+    return ordered
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """What --save-traces wrote. Raises UserError."""
+    try:
+        return read_shard(path)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as recorded traces ({error}).") from error
+
+
+def _check_target(traces: Sequence[Trace], learner: Learner) -> None:
+    if not traces:
+        raise UserError("There is no recorded request.")
+    for trace in traces:
+        if trace.target_fingerprint != learner.version.target_fingerprint:
+            raise UserError(
+                f"The traces were recorded with another target ({trace.target_fingerprint}); name it with --model."
+            )
+
+
+# --- the live arm ---------------------------------------------------------------------------------------------------
+
+
+def _serve_live(
+    prompts: list[tuple[str, list[Message]]],
+    sampling: SamplingParams,
+    state: Path,
+    concurrency: int,
+    model: str,
+    dtype: str,
+    learning: LearningConfig,
+    report: Callable[[str], None],
+) -> tuple[ArmResult, list[Trace], Learner]:
+    config = EngineConfig(max_num_seqs=concurrency)
+    result = ArmResult()
+    with LLM(model, state=state, learn=True, dtype=dtype, engine=config, learning=learning) as llm:
+        learner = _learner_of(llm, model, learning, concurrency)
+        store, registry = TraceStore(state), Registry(state)
+        num_tokens, started, serve_seconds = 0, time.perf_counter(), 0.0
+        for first in range(0, len(prompts), concurrency):
+            burst = prompts[first : first + concurrency]
+            requests = [
+                llm.request(messages, sampling, id=f"{name}#{first + index}")
+                for index, (name, messages) in enumerate(burst)
+            ]
+            burst_started = time.perf_counter()
+            states = llm.add(requests)
+            llm.run()
+            serve_seconds += time.perf_counter() - burst_started
+            num_tokens += sum(one.num_output_tokens for one in states)
+            _settle(llm, store, registry, first + len(burst))
+            report(f"live, {first + len(burst)} of {len(prompts)} requests, draft {llm.engine.draft_version}")
+        result.seconds = time.perf_counter() - started
+        result.tokens_per_second = num_tokens / serve_seconds
+        result.serve_flops = llm.serve_flops
+        status = read_trainer_status(state)
+        rows = store.rows()
+        _read_outcome(result, rows, registry, status["train_seconds"], status["train_flops"])
+        traces = [trace for row in rows if (trace := store.read(row)) is not None]
+    return result, traces, learner
+
+
+def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) -> None:
+    """The trainer has scored, trained and tested all it can, and what it promoted is in service."""
+    assert llm.state is not None
+    deadline = time.monotonic() + _LONGEST_SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        last = store.rows(after_id=num_requests - 1)
+        is_scored = bool(last) and last[-1].alpha is not None
+        if is_scored and read_trainer_status(llm.state).get("status") == "waiting for traces":
+            serving = registry.in_service(ROUTE)
+            llm.engine.take_up_offered_draft()
+            if serving is not None and serving.id == llm.engine.draft_version:
+                return
+        time.sleep(0.02)
+    raise UserError(
+        f"The trainer did not keep up within {_LONGEST_SETTLE_SECONDS:.0f} s; see trainer.log in the state folder."
+    )
+
+
+def _read_outcome(
+    result: ArmResult, rows: Sequence[Any], registry: Registry, train_seconds: float, train_flops: float
+) -> None:
+    result.alphas = [row.alpha for row in rows if row.alpha is not None]
+    result.versions = [row.draft_version for row in rows]
+    result.train_seconds, result.train_flops = train_seconds, train_flops
+    for row in registry.versions(ROUTE):
+        if row["decision"] and row["status"] in ("in_service", "retired"):
+            result.num_promoted += 1
+            result.gate_alphas[row["id"]] = row["decision"]["alpha"]
+
+
+# --- arms on recorded traffic ---------------------------------------------------------------------------------------
+
+
+def _learner(model: str, dtype: str, learning: LearningConfig, burst: int) -> Learner:
+    with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=1, num_prefix_slots=0)) as llm:
+        return _learner_of(llm, model, learning, burst)
+
+
+def _learner_of(llm: LLM, model: str, learning: LearningConfig, burst: int) -> Learner:
+    weights, version = llm.untrained_draft()
+    return Learner(
+        target=resolve_model(model),
+        untrained=weights,
+        version=version,
+        config=learning,
+        max_positions=llm.engine.config.max_model_len,
+        burst=burst,
+    )
+
+
+def _recorded(
+    arm: str, traces: Sequence[Trace], learner: Learner, folder: Path, report: Callable[[str], None]
+) -> ArmResult:
+    started = time.perf_counter()
+    if arm == "livedraft":
+        result = _rerun_worker(traces, learner, folder, report)
+    elif arm == "osd":
+        result = _rerun_osd(traces, learner, report)
+    elif arm.startswith("static:"):
+        result = _score_static(arm.removeprefix("static:"), traces, learner)
+    else:
+        raise UserError(f"There is no arm {arm!r}; take livedraft, osd, static:INIT or static:FOLDER.")
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, report: Callable[[str], None]) -> ArmResult:
+    """The training process's own loop, in this process, burst by burst."""
+    store, registry = TraceStore(folder), Registry(folder)
+    registry.publish(lambda path: save_draft(learner.untrained, path), learner.version, status="in_service")
+    worker = Worker(
+        state=folder, target=learner.target, route=ROUTE, config=learner.config, max_positions=learner.max_positions
+    )
+    for first in range(0, len(traces), learner.burst):
+        serving = worker.in_service.id
+        store.append([replace(trace, draft_version=serving) for trace in traces[first : first + learner.burst]])
+        while worker.turn():
+            pass
+        report(f"livedraft, {first + learner.burst} of {len(traces)} recorded requests, draft {worker.in_service.id}")
+    result = ArmResult()
+    _read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
+    return result
+
+
+def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str], None]) -> ArmResult:
+    """OSD, Algorithm 2: the buffer holds the positions whose proposal was rejected; every OSD_INTERVAL requests the draft takes
+    one step on it and it is emptied. No replay, no average, no gate."""
+    config = replace(learner.config, loss="forward_kl", averaging=0.0, positions="rejected")
+    trainer = _trainer(learner, config)
+    chance = np.random.default_rng(config.seed)
+    result = ArmResult()
+    started = time.perf_counter()
+    for first in range(0, len(traces), OSD_INTERVAL):
+        examples = [
+            example_from_trace(trace, first + index) for index, trace in enumerate(traces[first : first + OSD_INTERVAL])
+        ]
+        scores = trainer.score(examples)
+        result.alphas += [score.alpha for score in scores]
+        result.versions += [f"step {trainer.num_steps}"] * len(examples)
+        buffer = []
+        for example, score in zip(examples, scores, strict=True):
+            is_rejected_T = chance.random(score.num_positions) > score.served_overlap_T
+            if is_rejected_T.any():
+                buffer.append(replace(example, loss_mask_T=is_rejected_T))
+        if buffer:
+            trainer.step(buffer)
+        report(f"osd, {first + len(examples)} of {len(traces)} recorded requests")
+    result.train_seconds, result.train_flops = time.perf_counter() - started, trainer.flops
+    return result
+
+
+def _score_static(name: str, traces: Sequence[Trace], learner: Learner) -> ArmResult:
+    weights = learner.untrained if name == "INIT" else load_draft(Path(name) / "draft.safetensors")
+    trainer = _trainer(learner, learner.config)
+    examples = [example_from_trace(trace, index) for index, trace in enumerate(traces)]
+    scores = trainer.score(examples, weights)
+    return ArmResult(alphas=[score.alpha for score in scores], versions=[name] * len(scores))
+
+
+def _trainer(learner: Learner, config: LearningConfig) -> Trainer:
+    model_config, embedding_VD, head_VD = load_embedding_and_head(learner.target)
+    return Trainer(
+        config=config,
+        model_config=model_config,
+        draft=learner.untrained,
+        embedding_VD=embedding_VD,
+        head_VD=head_VD,
+        max_positions=learner.max_positions,
+    )
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def _fields(result: ArmResult, traces: Sequence[Trace]) -> dict[str, Any]:
+    alphas = result.alphas
+    segments: dict[str, list[float]] = {}
+    for trace, alpha in zip(traces, alphas, strict=True):
+        segments.setdefault(trace.request_id.split("#")[0], []).append(alpha)
+    version = result.versions[min(_LOOK_AT_REQUEST, len(alphas)) - 1]
+    return {
+        "alpha_by_100": _means(alphas, 100),
+        "alpha_window_50": _means(alphas, 50),
+        "alpha_first_100": _mean(alphas[:100]),
+        "alpha_last_100": _mean(alphas[-100:]),
+        f"alpha_of_version_at_{_LOOK_AT_REQUEST}": result.gate_alphas.get(version),
+        "versions_promoted": result.num_promoted,
+        "tokens_per_second": result.tokens_per_second and round(result.tokens_per_second, 1),
+        "seconds": round(result.seconds, 1),
+        "train_seconds": round(result.train_seconds, 1),
+        "train_flops": result.train_flops,
+        "serve_flops": result.serve_flops,
+        "segments": [
+            {
+                "name": name,
+                "requests": len(values),
+                "alpha_first_100": _mean(values[:100]),
+                "alpha_last_100": _mean(values[-100:]),
+            }
+            for name, values in segments.items()
+        ],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(sum(values) / len(values), 4)
+
+
+def _means(values: Sequence[float], size: int) -> list[float]:
+    return [_mean(values[start : start + size]) for start in range(0, len(values), size)]
+
+
+def _reporter() -> Callable[[str], None]:
+    def report(line: str) -> None:
+        print(f"\r{line:<90}", end="", file=sys.stderr, flush=True)
+
+    return report
+
+
+def _print_table(fields: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = ("alpha_first_100", "alpha_last_100", "versions_promoted", "train_seconds", "seconds")
+    table = Table("arm", *names, title="livedraft bench replay")
+    for arm, row in fields.items():
+        table.add_row(arm, *(str(row[name]) for name in names))
+    Console().print(table)
