@@ -14,6 +14,13 @@ from livedraft.tokenizer import Tokenizer
 _MAX_SCHEMA_CHARACTERS = 64_000
 # As json.dumps writes it: free whitespace invites small models to write nothing else.
 _LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LARGEST_MULTIPLE = 10_000
+_LIMITS: Any = {
+    "initial_lexer_fuel": 500_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
 
 
 class GrammarError(RuntimeError):
@@ -28,16 +35,22 @@ class JsonGrammar:
 
     def allowed_tokens(self) -> np.ndarray:
         mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error())
+        self._require_sound()
         return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little").astype(bool)
 
     def advance(self, token_id: int) -> bool:
-        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        is_taken = bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        self._require_sound()
+        return is_taken
 
     def retreat(self, num_tokens: int) -> None:
         if num_tokens:
             self._matcher.rollback(num_tokens)
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            # Its message may quote the schema and the output, which belong in no log.
+            raise GrammarError(f"the grammar gave up ({self._matcher.stop_reason()})")
 
     def copy(self) -> JsonGrammar:
         return JsonGrammar(self._matcher.deep_copy())
@@ -62,6 +75,7 @@ class GrammarCompiler:
                 "response_format needs llguidance; install it with: pip install 'livedraft[structured]'."
             ) from error
         text = json.dumps(schema)
+        _refuse_bombs(schema)
         if len(text) > _MAX_SCHEMA_CHARACTERS:
             raise UserError(f"The schema has {len(text)} characters; the limit is {_MAX_SCHEMA_CHARACTERS}.")
         with self._lock:
@@ -73,12 +87,31 @@ class GrammarCompiler:
                 )
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, _LAYOUT)
-            matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
         except ValueError as error:
             raise UserError(f"The schema cannot be read: {_first_line(error)}.") from error
         if matcher.is_error():
             raise UserError(f"The schema cannot be read: {_first_line(matcher.get_error())}.")
-        return JsonGrammar(matcher)
+        compiled = JsonGrammar(matcher)
+        try:
+            compiled.allowed_tokens()  # some schemas are read and then allow nothing at all
+        except GrammarError as error:
+            raise UserError(f"The schema cannot be followed: {error}.") from error
+        return compiled
+
+
+def _refuse_bombs(schema: Any) -> None:
+    """`multipleOf` becomes an automaton with as many states as the number: a large one is minutes and gigabytes."""
+    found = [schema]
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            multiple = one.get("multipleOf")
+            if isinstance(multiple, (int, float)) and not 1e-4 <= abs(multiple) <= _LARGEST_MULTIPLE:
+                raise UserError(f"The schema's multipleOf must lie in [0.0001, {_LARGEST_MULTIPLE}].")
+        if isinstance(one, (dict, list)):
+            found += one.values() if isinstance(one, dict) else one
 
 
 def _first_line(error: object) -> str:

@@ -77,9 +77,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}; use 0 to switch it off.")
-        if not 0.0 < self.repetition_penalty <= 10.0:
+        if not 0.01 <= self.repetition_penalty <= 10.0:
             raise ValueError(
-                f"repetition_penalty must lie in (0, 10], got {self.repetition_penalty}; use 1 to switch it off."
+                f"repetition_penalty must lie in [0.01, 10], got {self.repetition_penalty}; use 1 to switch it off."
             )
         if not all(-100.0 <= addend <= 100.0 for _, addend in self.logit_bias):
             raise ValueError("logit_bias must lie in [-100, 100] for each token.")

@@ -38,6 +38,7 @@ class Tokenizer:
         vocabulary = sorted(hf_tokenizer.get_vocab().items(), key=lambda item: item[1])
         self.fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
         self.num_tokens = 1 + max(index for _, index in vocabulary)
+        self.longest_token_bytes = max(len(token.encode()) for token, _ in vocabulary)
         self.special_token_ids = frozenset(hf_tokenizer.all_special_ids) | {
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -146,12 +147,13 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back, at the end of the output."""
+        """What was held back, at the end of the output. A stop string in it counts like any other."""
         if self.stopped_by is not None:
             return ""
         rest = self._decode(self._context)[len(self._decode(self._context, self._read)) :]
+        text = self._scan(rest)
         held, self._held = self._held, ""
-        return held + rest
+        return text + held
 
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._token_ids[start:end])

@@ -73,6 +73,23 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_given_out_at_the_end
     assert stream.finish() == "</en"
 
 
+def test_a_stop_string_in_text_held_back_at_the_end_counts():
+    tokens = [*BYTES.encode_text("hi "), BYTES.encode_text("é")[0]]
+    stream = TextStream(BYTES, [" \ufffd"])
+    assert stream.push(tokens) + stream.finish() == "hi"
+    assert stream.stopped_by == " \ufffd"
+
+
+def test_special_tokens_between_the_bytes_of_a_character_break_nothing_and_cost_nothing():
+    import time
+
+    first, second = BYTES.encode_text("é")
+    stream = TextStream(BYTES)
+    started = time.perf_counter()
+    assert stream.push([257] * 20_000 + [first] + [256] * 100 + [second]) == "é"
+    assert time.perf_counter() - started < 1
+
+
 def test_garbage_is_not_held_back_for_ever():
     stream = TextStream(BYTES)
     lone_byte = BYTES.encode_text("é")[1]

@@ -52,13 +52,21 @@ async def _converse(settings: Settings, url: str | None, api_key: str | None, sy
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=base, headers=headers, timeout=None))
         model = await _model_name(client, url)
         print(f"{model}. Ctrl-D ends.", file=sys.stderr)
+        num_failed = 0
         messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         while (line := await asyncio.to_thread(_read_line)) is not None:
             if not line.strip():
                 continue
-            messages.append({"role": "user", "content": line})
-            answer = await _turn(client, model, messages, options)
-            messages.append({"role": "assistant", "content": answer})
+            question = {"role": "user", "content": line}
+            try:
+                answer = await _turn(client, model, [*messages, question], options)
+            except UserError as error:  # too long, or the server is gone for now: the conversation stays
+                print(f"livedraft: {error}", file=sys.stderr)
+                num_failed += 1
+                continue
+            messages += [question, {"role": "assistant", "content": answer}]
+        if num_failed:
+            raise UserError(f"{num_failed} of the questions got no answer.")
 
 
 async def _local_client(settings: Settings, stack: AsyncExitStack) -> httpx.AsyncClient:
@@ -102,13 +110,16 @@ async def _turn(client: httpx.AsyncClient, model: str, messages: list[dict[str, 
     pieces: list[str] = []
     last: dict[str, Any] = {}
     started, first = time.perf_counter(), 0.0
-    async for chunk in _chunks(client, body):
-        last = chunk
-        for choice in chunk["choices"]:
-            text = choice["delta"].get("content") or ""
-            first = first or (time.perf_counter() if text else 0.0)
-            pieces.append(text)
-            print(text, end="", flush=True)
+    try:
+        async for chunk in _chunks(client, body):
+            last = chunk
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") or ""
+                first = first or (time.perf_counter() if text else 0.0)
+                pieces.append(text)
+                print(text, end="", flush=True)
+    except httpx.HTTPError as error:
+        raise UserError(f"The connection to the server broke ({type(error).__name__}); ask again.") from error
     print()
     if options.prints_stats:
         print(_stats_line(last, started, first), file=sys.stderr)
@@ -154,7 +165,8 @@ def _raise_for(status: int, content: bytes) -> None:
 
 def _read_line() -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        line = input("> " if sys.stdin.isatty() else "")
+        return line.encode(errors="surrogateescape").decode(errors="replace")  # a terminal may send what is no UTF-8
     except EOFError:
         return None
 

@@ -22,6 +22,7 @@ from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
 from livedraft.engine.tracing import TraceBuilder
 from livedraft.events import Events
+from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
 from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict
 from livedraft.sampling import raw_logprobs
@@ -38,6 +39,7 @@ logger = logging.getLogger("livedraft")
 TraceSink = Callable[[Trace], None]
 _WORTH_WAITING_FOR = 64
 """Prompt tokens that another request is writing just now and that a waiting one can copy a few rounds later."""
+_NOT_FOLLOWED = "The response_format of this request is too complex to follow; simplify its schema."
 _FAILED = "The server failed on this request; others were not touched. Send it again, or report it with its id."
 
 
@@ -399,7 +401,8 @@ class Engine:
         """Mark a request as failed in the middle of a round; it is released with the round's finished ones."""
         logger.exception("Request %s failed.", state.request.id, exc_info=error)
         self.events.emit("request_failed", request=state.request.id, reason=f"{type(error).__name__}: {error}")
-        state.finish_reason, state.error = "error", _FAILED
+        is_grammar = isinstance(error, GrammarError)
+        state.finish_reason, state.error = "error", _NOT_FOLLOWED if is_grammar else _FAILED
 
     def _release_finished(self, entries: list[RoundEntry]) -> list[RequestState]:
         finished = [entry.state for entry in entries if entry.state.finish_reason]

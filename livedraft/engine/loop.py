@@ -92,8 +92,10 @@ class EngineLoop:
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # a thread has its own count, and the swap watcher sets another
         is_busy = False
-        while not self._closing:
+        while True:
             self._wake.clear()
+            if self._closing:  # looked at after the clear, or a wake-up by `close` could be lost
+                break
             while self._inbox:
                 self._guarded(self._inbox.popleft())
             if self.engine.has_work != is_busy:

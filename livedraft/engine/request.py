@@ -89,10 +89,18 @@ class RequestState:
             elif (token in eos_token_ids and not sampling.ignore_eos) or self._completes_stop_string(token):
                 self.finish_reason = "stop"
             elif self.num_output_tokens + index + 1 == sampling.max_tokens:
-                self.finish_reason = "length"
+                self.finish_reason = "stop" if self._ends_in_stop_string() else "length"
             if self.finish_reason is not None:
                 return output[: index + 1]
         return output
+
+    def _ends_in_stop_string(self) -> bool:
+        """In text that was held back because a character of it is not complete."""
+        if self.text is None:
+            return False
+        self.text.finish()
+        self.stop_reason = self.text.stopped_by
+        return self.stop_reason is not None
 
     def _completes_stop_string(self, token: int) -> bool:
         if self.text is None:

@@ -49,8 +49,8 @@ class SwapWatcher:
         while not self._closing.wait(POLL_SECONDS):
             try:
                 self.look()
-            except UserError as error:
-                self._events.emit("swap_failed", reason=str(error))
+            except Exception as error:  # a thread that dies silently would end all swaps
+                self._events.emit("swap_failed", reason=f"{type(error).__name__}: {error}")
 
     def look(self) -> None:
         """Offer the version in service when it is another than the one offered last. Raises UserError as the registry."""

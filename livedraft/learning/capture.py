@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from livedraft.events import Events
 from livedraft.learning.store import TraceStore
-from livedraft.records import Trace, UserError
+from livedraft.records import Trace
 
 logger = logging.getLogger("livedraft")
 
@@ -43,7 +44,8 @@ class Capture:
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what is queued and stop."""
-        self._queue.put(None)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout)
         self._thread.join(timeout)
 
     def _write_until_closed(self) -> None:
@@ -69,7 +71,7 @@ class Capture:
     def _write(self, batch: list[Trace]) -> None:
         try:
             self._store.append(batch)
-        except (UserError, OSError) as error:  # a full disk must not end serving
+        except Exception as error:  # a full disk must not end serving, and the writer must outlive one bad trace
             self.num_dropped += len(batch)
             self._events.emit("traces_dropped", num_traces=len(batch), total=self.num_dropped, reason=str(error))
 

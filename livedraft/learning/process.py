@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from livedraft.config import LearningConfig
 from livedraft.drafts.registry import open_database
@@ -96,11 +96,18 @@ class TrainerProcess:
             process.kill()
             process.wait()
 
+    def _open_log(self) -> BinaryIO:
+        """Where the worker's last words go; nowhere when the disk does not take them."""
+        try:
+            return self._errors_path.open("ab")
+        except OSError:
+            return open(os.devnull, "ab")
+
     def _supervise(self) -> None:
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             started = time.monotonic()
-            with self._errors_path.open("ab") as errors:
+            with self._open_log() as errors:
                 self._process = subprocess.Popen(
                     self._command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=self._environment
                 )
@@ -126,7 +133,10 @@ class TrainerProcess:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"(its log cannot be read: {error.strerror})"
     return lines[-1] if lines else ""
 
 

@@ -36,6 +36,9 @@ logger = logging.getLogger("livedraft")
 Phase = Literal["loading", "ready", "draining", "failed"]
 T = TypeVar("T")
 _RETRY_SECONDS = 2
+_NUM_PREPARING = 4
+_SENDING_SECONDS = 30.0
+"""For the client to read what is left, after request_timeout_seconds."""
 
 
 class Server:
@@ -51,6 +54,8 @@ class Server:
         self.num_open = 0
         """Choices being generated or waiting."""
         self._handover: Handover | None = None
+        # Templates, tokenising and grammars: not in the pool that /metrics and the shutdown need, and never all cores' worth.
+        self._preparing = ThreadPoolExecutor(max_workers=_NUM_PREPARING, thread_name_prefix="prepare")
 
     async def start(self) -> None:
         self._handover = Handover(asyncio.get_running_loop())
@@ -72,7 +77,7 @@ class Server:
             raise ApiError(503, f"The server is {self.phase}; try again.", retry_after_seconds=_RETRY_SECONDS)
         return self.served
 
-    def take_places(self, num_choices: int, served: Served) -> None:
+    def take_places(self, num_choices: int, served: Served) -> Places:
         """Room in the queue, or ApiError 429; 400 for what would never fit."""
         limit = served.max_num_seqs + self.config.max_queue
         if num_choices > limit:
@@ -86,14 +91,12 @@ class Server:
                 retry_after_seconds=_RETRY_SECONDS,
             )
         self.num_open += num_choices
+        return Places(self, num_choices)
 
-    def free_places(self, num_choices: int) -> None:
-        self.num_open -= num_choices
-
-    async def updates(self, job: Job, served: Served) -> AsyncGenerator[tuple[int, Update], None]:
+    async def updates(self, job: Job, served: Served, places: Places) -> AsyncGenerator[tuple[int, Update], None]:
         """Run a job; whatever ends this early (client gone, timeout, error) cancels the rest of it."""
         assert self._handover is not None
-        queue: Queue = asyncio.Queue()
+        queue = Queue(on_finish=places.give_back_one)
         arrived = time.perf_counter()
         seconds = self.config.request_timeout_seconds
         timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, (0, None, 0.0))
@@ -133,27 +136,24 @@ class Server:
         """From a valid body to the HTTP response. Raises ApiError. Its places in the queue are taken before the work of
         preparing it and come back in every case."""
         served = self.ready()
-        num_places = body.num_completions
-        self.take_places(num_places, served)
+        places = self.take_places(body.num_completions, served)
         response: Response | None = None
         try:
-            job = await run_in_threadpool(
-                prepare,
-                body,
-                served,
-                id=request.state.request_id,
-                reports_counts=self.config.per_request_metrics,
+            work = partial(
+                prepare, body, served, id=request.state.request_id, reports_counts=self.config.per_request_metrics
             )
+            job = await asyncio.get_running_loop().run_in_executor(self._preparing, work)
             if not job.is_stream:
-                return await self._answer(job, served, request)
-            response = _Stream(self._events(job, served), on_end=lambda: self.free_places(num_places))
+                return await self._answer(job, served, places, request)
+            seconds = self.config.request_timeout_seconds + _SENDING_SECONDS
+            response = _Stream(self._events(job, served, places), seconds, on_end=places.give_back)
             return response
         finally:
             if response is None:  # a stream gives its places back itself, at its end
-                self.free_places(num_places)
+                places.give_back()
 
-    async def _answer(self, job: Job, served: Served, request: Request) -> Response:
-        whole = asyncio.ensure_future(self._whole(job, served))
+    async def _answer(self, job: Job, served: Served, places: Places, request: Request) -> Response:
+        whole = asyncio.ensure_future(self._whole(job, served, places))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -165,15 +165,15 @@ class Server:
         except asyncio.CancelledError:
             return Response(status_code=499)  # the client is gone; nobody reads this
 
-    async def _whole(self, job: Job, served: Served) -> dict[str, Any]:
-        async with contextlib.aclosing(self.updates(job, served)) as updates:
+    async def _whole(self, job: Job, served: Served, places: Places) -> dict[str, Any]:
+        async with contextlib.aclosing(self.updates(job, served, places)) as updates:
             async for index, update in updates:
                 job.choices[index].take(update)
         return job.response()
 
-    async def _events(self, job: Job, served: Served) -> AsyncIterator[str]:
+    async def _events(self, job: Job, served: Served, places: Places) -> AsyncIterator[str]:
         try:
-            async with contextlib.aclosing(self.updates(job, served)) as updates:
+            async with contextlib.aclosing(self.updates(job, served, places)) as updates:
                 async for index, update in updates:
                     pieces = job.choices[index].take_pieces(update)
                     if pieces:
@@ -186,16 +186,38 @@ class Server:
         yield "data: [DONE]\n\n"
 
 
-class _Stream(StreamingResponse):
-    """Server-sent events; `on_end` runs also when the client left before the first one was asked for."""
+class Places:
+    """What one HTTP request holds of the queue: a place comes back as soon as its completion is made, however slowly the client
+    reads, and the rest at the end."""
 
-    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+    def __init__(self, server: Server, count: int) -> None:
+        self._server, self._count = server, count
+
+    def give_back_one(self) -> None:
+        if self._count:
+            self._count -= 1
+            self._server.num_open -= 1
+
+    def give_back(self) -> None:
+        while self._count:
+            self.give_back_one()
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events, cut off when the client has not read them after `seconds`. `on_end` runs also when it left before
+    the first one was asked for."""
+
+    def __init__(self, events: AsyncIterator[str], seconds: float, *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_UNBUFFERED)
-        self._on_end = on_end
+        self._seconds, self._on_end = seconds, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait_for(super().__call__(scope, receive, send), self._seconds)
+        except asyncio.TimeoutError:
+            logger.warning(
+                "Request %s: its client did not read; the connection is given up.", scope["state"]["request_id"]
+            )
         finally:
             self._on_end()
 

@@ -60,8 +60,8 @@ def _param(location: tuple[int | str, ...]) -> str:
     for part in location[1:]:
         if isinstance(part, int):
             param += f"[{part}]" if param else ""
-        elif part.isidentifier() and part not in _UNION_BRANCHES:
-            param += f".{part}" if param else part
+        elif part not in _UNION_BRANCHES and not part.startswith(("list[", "function-", "constrained-")):
+            param += f".{part[:64]}" if param else part[:64]
     return param
 
 

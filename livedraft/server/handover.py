@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 from livedraft.records import Update
 
-Queue = asyncio.Queue[tuple[int, Update | None, float]]
-"""(choice, update, when it was made); None instead of an update: time is up."""
+
+class Queue(asyncio.Queue[tuple[int, Update | None, float]]):
+    """(choice, update, when it was made) of one job; None instead of an update: time is up."""
+
+    def __init__(self, on_finish: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.on_finish = on_finish
 
 
 class Handover:
@@ -33,3 +39,5 @@ class Handover:
         while self._pending:
             queue, index, update, made_at = self._pending.popleft()
             queue.put_nowait((index, update, made_at))
+            if update.finish_reason is not None:
+                queue.on_finish()

@@ -9,6 +9,7 @@ import platformdirs
 
 from livedraft.learning.process import read_trainer_status
 from livedraft.llm import LLM
+from livedraft.records import UserError
 from livedraft.server.openai_api import Served
 from livedraft.settings import Settings
 
@@ -64,7 +65,7 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
     }
     try:
         status = read_trainer_status(llm.state)
-    except sqlite3.Error:  # locked just now: the next scrape will see it
+    except (sqlite3.Error, UserError):  # locked just now, or the disk is full: /metrics is needed most then
         return gauges
     return gauges | {name: float(status[name]) for name in ("num_steps", "num_trained") if name in status}
 

@@ -298,7 +298,9 @@ def chat_job(body: ChatCompletionRequest, served: Served, *, id: str, reports_co
     top = (body.top_logprobs or 0) if body.logprobs else None
     request = _request(body, served, [_message(m) for m in body.messages], tools, body.max_completion_tokens, top, id)
     if body.prediction is not None:
-        predicted = served.tokenizer.encode_text(_text(body.prediction.content))
+        text = _text(body.prediction.content)
+        _refuse_too_long(text, served)
+        predicted = served.tokenizer.encode_text(text)
         request = replace(request, prediction_token_ids=tuple(predicted))
     if body.response_format is not None and body.response_format.type != "text":
         if tools:
@@ -319,8 +321,8 @@ def completion_job(body: CompletionRequest, served: Served, *, id: str, reports_
     requests, echoes = [], []
     for prompt in body.prompts:
         requests.append(_request(body, served, prompt, [], None, body.logprobs, id))
-        text = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
-        echoes.append(text if body.echo else "")
+        text = prompt if isinstance(prompt, str) or not body.echo else served.tokenizer.decode(prompt)
+        echoes.append(str(text) if body.echo else "")
     return _job(body, served, requests, f"cmpl-{id}", reports_counts, is_chat=False, echoes=echoes)
 
 
@@ -333,6 +335,10 @@ def _request(
     logprobs: int | None,
     id: str,
 ) -> Request:
+    if isinstance(prompt, str):
+        _refuse_too_long(prompt, served)
+    elif prompt and isinstance(prompt[0], dict):
+        _refuse_too_long("".join(message["content"] for message in prompt), served)
     if body.model != served.name:
         raise ApiError(
             404,
@@ -349,18 +355,33 @@ def _request(
     max_tokens = max_completion_tokens or body.max_tokens or max(1, num_left)
     try:
         request = replace(request, sampling=_sampling(body, max_tokens, logprobs))
+        served.backend.check(request)
+    except ContextTooLongError as error:
+        raise ApiError(400, str(error), param="max_tokens", code="context_length_exceeded") from error
     except ValueError as error:
         raise ApiError(400, str(error), param=_named_field(str(error)), code="invalid_value") from error
     return replace(request, num_speculative_tokens=body.num_speculative_tokens)
+
+
+def _refuse_too_long(text: str, served: Served) -> None:
+    """Before tokenising: megabytes that cannot fit are not worth seconds. No token is longer than the longest one."""
+    most = served.backend.max_model_len * served.tokenizer.longest_token_bytes
+    if len(text) > most:
+        raise ApiError(
+            400,
+            f"The text has {len(text)} characters and cannot fit {served.backend.max_model_len} tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def _sampling(body: Sampled, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Raises ValueError with a sentence that names the field."""
     bias = []
     for key, addend in body.logit_bias.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key):
             raise ValueError(f"logit_bias maps token ids to numbers, and {key[:20]!r} is no token id.")
-        bias.append((int(key[:12]), addend))
+        bias.append((int(key), addend))
     return SamplingParams(
         temperature=body.temperature,
         top_k=max(0, body.top_k) if body.top_k == -1 else body.top_k,

@@ -13,7 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_STOP_STRINGS = 16
-_TokenIds = Annotated[list[int], Field(min_length=1)]
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+MAX_FIELDS = 1024
+# Lists stop at the first thing wrong: a body of a million wrong items must not become a million errors.
+_TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -25,12 +29,20 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        for one in (data, *data.values()):
+            if isinstance(one, dict) and len(one) > MAX_FIELDS and one is not data.get("schema"):
+                raise ValueError(f"an object has {len(one)} fields; the limit is {MAX_FIELDS}")
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
+
+
+_Text = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class FunctionCall(Body):
@@ -46,9 +58,9 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: _Text = ""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -85,11 +97,12 @@ class ResponseFormat(Body):
 
 class Prediction(Body):
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: _Text
 
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Sampled(Body):
@@ -102,8 +115,8 @@ class Sampled(Body):
     min_p: float = 0.0
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] = Field(default_factory=list)
+    stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     max_tokens: int | None = Field(None, ge=1)
     ignore_eos: bool = False
     presence_penalty: float = 0.0
@@ -155,14 +168,15 @@ class Sampled(Body):
 
 
 class ChatCompletionRequest(Sampled):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] = Field(True, description="Every call the model writes is returned.")
 
     @model_validator(mode="after")
     def _chat_options_belong(self) -> ChatCompletionRequest:
@@ -173,12 +187,19 @@ class ChatCompletionRequest(Sampled):
         return self
 
 
+_Prompts = (
+    Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+)
+
+
 class CompletionRequest(Sampled):
-    prompt: str | _TokenIds | Annotated[list[str] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] = (
-        Field(description="Text, token ids, or a list of either: then n choices for each, in the prompts' order.")
+    prompt: str | _TokenIds | _Prompts = Field(
+        description="Text, token ids, or a list of either: then n choices for each, in the prompts' order."
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
+    best_of: Literal[1] = 1
     max_tokens: int | None = Field(16, ge=1)
 
     @model_validator(mode="after")

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(rf"{_OPEN}\s*(.*?)\s*{_CLOSE}", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +40,30 @@ class ToolCallText:
         """The rest of the content, and the calls. What does not parse is content, as the model wrote it."""
         held, self._held = self._held, ""
         if _OPEN in held:
-            calls = [_parse(block) for block in _BLOCK.findall(held)]
-            if calls and all(calls) and not _BLOCK.sub("", held).strip():
-                return "", [call for call in calls if call]
+            calls = _parse_blocks(held)
+            if calls:
+                return "", calls
         elif not self._given_out:
             call = _parse(held.strip())
             if call:
                 return "", [call]
         return held, []
+
+
+def _parse_blocks(text: str) -> list[ParsedCall]:
+    """All of the text as tool-call blocks; empty where something else is there too."""
+    calls: list[ParsedCall] = []
+    rest = text.strip()
+    while rest:
+        block, is_closed, rest = rest.removeprefix(_OPEN).partition(_CLOSE)
+        call = _parse(block.strip())
+        if call is None or not is_closed:
+            return []
+        calls.append(call)
+        rest = rest.strip()
+        if rest and not rest.startswith(_OPEN):
+            return []
+    return calls
 
 
 def _parse(text: str) -> ParsedCall | None:

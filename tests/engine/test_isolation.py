@@ -332,6 +332,20 @@ def test_a_request_that_cannot_be_queued_is_answered(loop):
     assert "limit of 128" in receiver.updates[-1].error
 
 
+def test_closing_while_the_thread_looks_for_work_is_not_missed(loop):
+    """The wake-up of `close` falls between the look at the inbox and the wait."""
+    right = loop._wake.clear
+
+    def clear_late():
+        loop._closing = True
+        right()
+
+    loop._wake.clear = clear_late
+    loop._wake.set()
+    loop._thread.join(timeout=10)
+    assert not loop._thread.is_alive()
+
+
 def test_closing_cancels_what_runs_and_ends_the_thread(loop):
     receiver = Receiver()
     loop.submit(request(PROMPTS[0], 0, max_tokens=120), receiver)

@@ -9,6 +9,11 @@ import time
 import pytest
 
 from livedraft.config import ServerConfig
+from livedraft.llm import LLM
+from livedraft.server.local import serve_llm
+from livedraft.server.openai_api import chat_job
+from livedraft.server.schemas import ChatCompletionRequest
+from livedraft.settings import Settings
 from tests.server.scripted import CHAT, scripted
 from tests.serving import InProcess, joined
 
@@ -76,9 +81,12 @@ def test_completions_and_echo(client):
         ({"stop": ""}, "stop", "at least 1"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"0000000000005": 1}}, "logit_bias", "token id"),
+        ({"foo-bar": 1}, "foo-bar", "foo-bar: this option is not supported"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
         ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "(0, 10]"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "[0.01, 10]"),
         ({"top_logprobs": 3}, None, "top_logprobs needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, None, "stream: true"),
@@ -86,7 +94,7 @@ def test_completions_and_echo(client):
         ({"max_tokens": 4, "max_completion_tokens": 5}, None, "differ"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"functions": []}, "functions", "not supported"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls", "not supported"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "True"),
         ({"audio": {}}, "audio", "not supported"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "takes no tools"),
         ({"tool_choice": "required"}, "tool_choice", "auto"),
@@ -115,6 +123,111 @@ def test_what_cannot_be_honoured_is_a_400_that_names_the_field(client, more, par
     assert error["type"] == "invalid_request_error"
     assert client.server.num_open == 0
     assert client.server.served.backend.requests == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"messages": [0] * 200_000},
+        CHAT | {"messages": [{"role": "user", "content": [0] * 200_000}]},
+        CHAT | {f"field{n}": 1 for n in range(100_000)},
+        CHAT | {"metadata": {f"field{n}": 1 for n in range(100_000)}},
+        CHAT | {"messages": [{"role": "user"}] * 5_000},
+        CHAT | {"stop": ["a"] * 200_000},
+        {"model": "script", "prompt": [[]] * 200_000},
+        {"model": "script", "prompt": [1] * 100_000 + ["x"]},
+        {"model": "script", "prompt": "x" * 3_000_000},
+    ],
+    ids=range(9),
+)
+def test_a_huge_wrong_body_is_refused_quickly(client, body):
+    """A million wrong items must not become a million errors made on the event loop."""
+    started = time.perf_counter()
+    answer = client.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert error_of(answer, 400)
+    assert len(answer.content) < 1000
+    assert time.perf_counter() - started < 3  # 10 to 60 s before lists failed fast
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 9999991},
+        {"anyOf": [{"type": "object", "properties": {"a": {"type": "number", "multipleOf": 10**9}}}]},
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    ],
+)
+def test_schemas_that_cannot_be_followed_are_refused_or_end_alone(client, schema):
+    body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    started = time.perf_counter()
+    answer = client.post("/v1/chat/completions", body)
+    if answer.status_code != 200:  # some are read; then the engine's own test shows that they fail alone
+        assert error_of(answer, 400)["param"] == "response_format"
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("prompt", [[-1], [4294967301], [10**30], [258]])
+@pytest.mark.parametrize("echo", [False, True])
+def test_token_ids_out_of_range_are_refused(model_folder, prompt, echo):
+    with InProcess(lambda: serve_llm(LLM(str(model_folder), num_threads=1), Settings())) as real:
+        body = {"model": real.server.served.name, "prompt": prompt, "echo": echo}
+        assert "outside 0..257" in error_of(real.post("/v1/completions", body), 400)["message"]
+
+
+def test_metrics_answer_while_the_database_does_not(model_folder, tmp_path):
+    llm = LLM(str(model_folder), state=tmp_path, learn=True, num_threads=1)
+    with InProcess(lambda: serve_llm(llm, Settings())) as real:
+        (tmp_path / "livedraft.db").write_bytes(b"no database" * 1000)
+        answer = real.get("/metrics")
+        assert answer.status_code == 200
+        assert "livedraft:learning_enabled 1.0" in answer.text
+
+
+def test_places_come_back_when_completions_are_made_however_slowly_they_are_read(client):
+    server, served = client.server, client.server.served
+
+    async def never_read():
+        job = chat_job(ChatCompletionRequest(**CHAT, n=2), served, id="x", reports_counts=False)
+        places = server.take_places(2, served)
+        updates = server.updates(job, served, places)
+        await anext(updates)
+        assert server.num_open > 0
+        while server.num_open:  # the first piece is all that is ever read
+            await asyncio.sleep(0.001)
+        await updates.aclose()
+        places.give_back()
+        return server.num_open
+
+    assert client.run(asyncio.wait_for(never_read(), 20)) == 0
+
+
+def test_a_stream_nobody_reads_is_given_up(monkeypatch):
+    monkeypatch.setattr("livedraft.server.app._SENDING_SECONDS", 0.1)
+    with InProcess(scripted("abc"), ServerConfig(request_timeout_seconds=0.1)) as client:
+
+        async def stuck():
+            body = json.dumps(CHAT | {"stream": True}).encode()
+            sent = []
+
+            async def receive():
+                await asyncio.sleep(60 if sent else 0)
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            async def send(message):
+                sent.append(message)
+                if message["type"] == "http.response.body":
+                    await asyncio.sleep(60)
+
+            scope = {
+                "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                "scheme": "http", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "root_path": "",
+                "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+            }  # fmt: skip
+            await asyncio.wait_for(client.app(scope, receive, send), 20)
+
+        client.run(stuck())
+        assert client.server.num_open == 0
 
 
 def test_nulls_are_the_same_as_leaving_out(client):
@@ -244,12 +357,9 @@ def test_a_reader_that_is_slow_gets_all_that_was_made_in_time():
         server, served = client.server, client.server.served
 
         async def read_slowly():
-            from livedraft.server.openai_api import chat_job
-            from livedraft.server.schemas import ChatCompletionRequest
-
             job = chat_job(ChatCompletionRequest(**CHAT), served, id="x", reports_counts=False)
             received = []
-            async for _, update in server.updates(job, served):
+            async for _, update in server.updates(job, served, server.take_places(1, served)):
                 received.append(update)
                 await asyncio.sleep(0.1)
             return received
@@ -398,6 +508,7 @@ TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": 
         ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", None),
         ("<tool_call> never closed", "<tool_call> never closed", None),
         ("just < text <tool", "just < text <tool", None),
+        ("<tool_call>" + "\n" * 3000, "<tool_call>" + "\n" * 3000, None),
     ],
 )
 def test_tool_calls_are_parsed_and_what_is_none_stays_text(text, content, calls):
