@@ -68,6 +68,8 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig:
+    level: Literal["gentle", "on", "eager"] = "gentle"
+    """How often the trainer takes its turn while requests run: seldom, sometimes, always. Idle compute it always uses."""
     loss: Loss = "hybrid"
     learning_rate: float = 3e-3
     traces_per_chunk: int = 2
@@ -89,8 +91,12 @@ class LearningConfig:
     positions: Literal["all", "rejected"] = "all"
     """Which output positions teach; `rejected` is OSD's own variant: the correction of each round."""
     seed: int = 0
+    max_store_gb: float = 2.0
+    """Traces on disk; the oldest go first."""
+    max_trace_age_days: float = 30.0
 
     def __post_init__(self) -> None:
+        _require(self.level in ("gentle", "on", "eager"), f"level must be gentle, on or eager, got {self.level!r}.")
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
         _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
@@ -104,6 +110,8 @@ class LearningConfig:
             "micro_batch_tokens",
         ):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("max_store_gb", "max_trace_age_days"):
+            _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
 
 

@@ -27,7 +27,7 @@ from livedraft.device import (
     num_available_cores,
     use_threads,
 )
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.registry import Registry, new_version_id, read_controls, write_status
 from livedraft.drafts.weights import (
     DraftWeights,
     check_against_target,
@@ -57,6 +57,8 @@ from livedraft.tokenizer import Message, TextStream, Tokenizer, load_tokenizer
 Prompt = str | Sequence[Message] | Sequence[int]
 """Plain text, chat messages (the model's template is applied), or token ids."""
 ROUTE = "default"
+_REPORT_SECONDS, _LIMIT_SECONDS = 2.0, 30.0
+"""How often the serving process writes its status, and looks whether traces are too many or too old."""
 UNTRAINED = "untrained"
 """The version name of a draft made of the target's first layers."""
 _BARE_PRIOR = 0.05
@@ -108,6 +110,8 @@ class LLM:
         if learn and not self._learns:
             raise ValueError("learn needs a draft to train; leave out draft='none' and method='none'.")
         self._request_numbers = itertools.count()
+        self._forget_seen = 0
+        self._reported_at = self._limited_at = 0.0
         self._loop: EngineLoop | None = None
         self._state_lock: TextIO | None = None
         self.capture: Capture | None = None
@@ -166,6 +170,7 @@ class LLM:
                 events=self.events,
                 target_fingerprint=self.target_fingerprint,
                 serving=self.engine.draft_version,
+                after_look=self._after_look,
             )
             self.trainer = TrainerProcess(
                 worker_command(
@@ -203,8 +208,10 @@ class LLM:
         store: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         id: str | None = None,
+        client: str = "",
     ) -> Request:
-        """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else.
+        """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else. `client` says who
+        asks: only its keyed hash is kept, for limits and deletion.
 
         Raises UserError for messages or tools the template does not take.
         """
@@ -221,6 +228,7 @@ class LLM:
             route=ROUTE,
             store=store,
             conversation_key=conversation_key(root, self._secret),
+            client_key=conversation_key([client], self._secret) if client else "",
         )
 
     def loop(self) -> EngineLoop:
@@ -275,6 +283,43 @@ class LLM:
     def kv_gib(self) -> float:
         """KV memory when every slot is full."""
         return self._num_slots * self._slot_bytes / 2**30
+
+    def _after_look(self) -> None:
+        """On the swap watcher's thread, several times a second: heed an operator's deletions, keep the store within its limits,
+        say what serving has used."""
+        assert self.state is not None
+        controls = read_controls(self.state)
+        if controls["forget"] != self._forget_seen:
+            self._forget_seen = controls["forget"]
+            self.engine.forget_prefixes()
+        now = time.monotonic()
+        if now - self._reported_at > _REPORT_SECONDS:
+            self._reported_at = now
+            write_status(self.state, "serving", self.serving_report())
+        if now - self._limited_at > _LIMIT_SECONDS:
+            self._limited_at = now
+            removed = TraceStore(self.state).enforce_limits(
+                max_bytes=self.learning.max_store_gb * 2**30, max_age_seconds=self.learning.max_trace_age_days * 86400
+            )
+            if removed:
+                self.events.emit("traces_expired", num_traces=removed)
+
+    def serving_report(self) -> dict[str, Any]:
+        """What serving has used, for the share that training takes."""
+        loop = self._loop
+        return {
+            "draft_version": self.engine.draft_version,
+            "serve_flops": self.serve_flops,
+            "busy_seconds": loop.busy_seconds if loop else None,
+            "idle_seconds": loop.idle_seconds if loop else None,
+            "peak_flops_per_second": self.peak_flops_per_second,
+        }
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """The best rate of the passes timed at start."""
+        costs = self.engine.costs.target_seconds_by_rows
+        return 2.0 * self.num_parameters * max(rows / seconds for rows, seconds in costs.items())
 
     def contender(self, version: str | None, sampling: SamplingParams) -> Contender:
         """This engine with a given draft version resident, or plain (None): for comparing speeds on the same weights."""

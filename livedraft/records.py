@@ -123,6 +123,8 @@ class Request:
     store: bool = True
     conversation_key: str = ""
     """Keyed hash of the conversation's root (system and first user message); decides the held-out split."""
+    client_key: str = ""
+    """Keyed hash of who asks, as the client named itself; empty when it did not."""
     num_speculative_tokens: int | None = None
     """At most this many drafted tokens a round for this request (0: decode plainly); None leaves it to the engine."""
     prediction_token_ids: tuple[int, ...] = ()
@@ -265,6 +267,7 @@ class Trace:
     drafted_off_path_P: numpy.ndarray  # bool, after the first rejection of its round
     draft_top_token_ids_PQ: numpy.ndarray  # int32
     draft_top_log_probs_PQ: numpy.ndarray  # float16
+    client_key: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

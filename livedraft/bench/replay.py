@@ -27,10 +27,9 @@ from safetensors import SafetensorError
 
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import EngineConfig, LearningConfig
-from livedraft.drafts.registry import Registry
+from livedraft.drafts.registry import Registry, read_status
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import example_from_trace
-from livedraft.learning.process import read_trainer_status
 from livedraft.learning.store import TraceStore, read_shard, write_shard
 from livedraft.learning.trainer import Trainer
 from livedraft.learning.worker import Worker
@@ -203,7 +202,7 @@ def _serve_live(
         result.seconds = time.perf_counter() - started
         result.tokens_per_second = num_tokens / serve_seconds
         result.serve_flops = llm.serve_flops
-        status = read_trainer_status(state)
+        status = read_status(state, "trainer")
         rows = store.rows()
         _read_outcome(result, rows, registry, status["train_seconds"], status["train_flops"])
         traces = [trace for row in rows if (trace := store.read(row)) is not None]
@@ -217,7 +216,7 @@ def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) 
     while time.monotonic() < deadline:
         last = store.rows(after_id=num_requests - 1)
         is_scored = bool(last) and last[-1].alpha is not None
-        if is_scored and read_trainer_status(llm.state).get("status") == "waiting for traces":
+        if is_scored and read_status(llm.state, "trainer").get("status") == "waiting for traces":
             serving = registry.in_service(ROUTE)
             llm.engine.take_up_offered_draft()
             if serving is not None and serving.id == llm.engine.draft_version:

@@ -25,10 +25,9 @@ from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.config import EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
-from livedraft.drafts.registry import DATABASE_NAME
+from livedraft.drafts.registry import DATABASE_NAME, read_status
 from livedraft.events import Event, Events
 from livedraft.learning.capture import write_secret
-from livedraft.learning.process import read_trainer_status
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.llm import LLM, ROUTE, UNTRAINED
 from livedraft.models.pull import MODELS, pull, resolve_model
@@ -69,14 +68,16 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
                 engine=EngineConfig(
                     max_num_seqs=SHORT_STREAM_BURST if num_requests < SHORT_STREAM else BURST, max_model_len=512
                 ),
-                learning=LearningConfig(seed=seed, num_threads=num_available_cores(), micro_batch_tokens=1024),
+                learning=LearningConfig(
+                    level="on", seed=seed, num_threads=num_available_cores(), micro_batch_tokens=1024
+                ),
                 events=events,
             )
         )
         log.print(f"{llm.path.description}. {num_requests} requests to a plant shop, greedy, max_tokens {max_tokens}.")
         prompts = plant_shop_prompts(num_requests + NUM_HELD_OUT_PROMPTS, seed)
         sampling = SamplingParams(max_tokens=max_tokens)
-        _wait_for(lambda: bool(read_trainer_status(state)), LONGEST_START_SECONDS)
+        _wait_for(lambda: bool(read_status(state, "trainer")), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
         rows = _wait_until_settled(llm, num_requests, log)
         learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]
@@ -122,7 +123,7 @@ def _wait_until_settled(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow
         log.tick(llm, num_requests)
         rows = store.rows()
         is_scored = len(rows) == num_requests and all(row.alpha is not None for row in rows)
-        return is_scored and read_trainer_status(state).get("status") == "waiting for traces"
+        return is_scored and read_status(state, "trainer").get("status") == "waiting for traces"
 
     _wait_for(is_settled, LONGEST_SETTLE_SECONDS)
     return [row for row in store.rows() if row.alpha is not None]
@@ -180,7 +181,7 @@ class _Log:
             f"{now - self._started:5.0f} s  requests {num_done:3d}  acceptance rate {_figure(rate)} "
             f"(start {_figure(self._first_rate)})  alpha {alpha}  {speed:4.0f} tok/s  "
             f"mean acceptance length {_figure(length)}  draft {llm.engine.draft_version}  "
-            f"trainer: {read_trainer_status(llm.state).get('status', 'starting')}"
+            f"trainer: {read_status(llm.state, 'trainer').get('status', 'starting')}"
         )
 
 

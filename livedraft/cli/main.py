@@ -93,8 +93,12 @@ ConfigFile = Annotated[
 OptDraft = Annotated[str | None, typer.Option(help="auto, none, untrained, a version id, or a folder.")]
 OptDtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 Learn = Annotated[
-    bool | None, typer.Option("--learn/--no-learn", help="Keep traces here and train the draft on them; default on.")
+    str | None,
+    typer.Option(
+        help="off, gentle, on or eager: whether traces are kept and how much training may take; default gentle."
+    ),
 ]
+NoLearn = Annotated[bool, typer.Option("--no-learn", help="The same as --learn off.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")]
 NumSpeculative = Annotated[int | None, typer.Option(help="Fixed draft length; left out, costs decide.")]
 
@@ -108,6 +112,7 @@ def serve(
     api_key: Annotated[list[str] | None, typer.Option(help="Opens /v1; may be given several times.")] = None,
     draft: OptDraft = None,
     learn: Learn = None,
+    no_learn: NoLearn = False,
     state: State = None,
     num_speculative_tokens: NumSpeculative = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most requests decoded together.")] = None,
@@ -124,13 +129,15 @@ def serve(
     ] = False,
 ) -> None:
     """Serve OpenAI's API: continuous batching, speculation, and a draft that learns from what is served."""
+    level = "off" if no_learn else learn
     settings = _settings(  # first: a wrong setting should not cost the seconds torch takes to import
         config,
         model={
-            "name": model, "draft": draft, "learn": learn, "state": state and str(state), "dtype": dtype,
-            "num_threads": threads,
+            "name": model, "draft": draft, "learn": None if level is None else level != "off",
+            "state": state and str(state), "dtype": dtype, "num_threads": threads,
         },
         speculation={"num_speculative_tokens": num_speculative_tokens},
+        learning={"level": None if level == "off" else level},
         engine={"max_num_seqs": max_num_seqs, "max_model_len": max_model_len},
         server={
             "host": host, "port": port, "served_model_name": served_model_name,
@@ -183,6 +190,100 @@ def _settings(file: Path | None, **flags: dict[str, Any]) -> Settings:
     from livedraft.settings import load_settings
 
     return load_settings(file, flags)
+
+
+drafts_app = typer.Typer(help="Versions of the draft: look, promote, go back.", no_args_is_help=True)
+learn_app = typer.Typer(help="The training beside serving: look, pause, resume, now.", no_args_is_help=True)
+traces_app = typer.Typer(help="What is kept of served requests: look, delete.", no_args_is_help=True)
+for name, group in {"drafts": drafts_app, "learn": learn_app, "traces": traces_app}.items():
+    app.add_typer(group, name=name)
+VersionId = Annotated[str, typer.Argument(help="As `drafts list` shows it.")]
+
+
+@drafts_app.command("list")
+def drafts_list(state: State = None, as_json: Json = False) -> None:
+    """Every version with what the gate measured."""
+    from livedraft.cli.state import list_drafts
+
+    list_drafts(state, as_json=as_json)
+
+
+@drafts_app.command("show")
+def drafts_show(version: VersionId, state: State = None) -> None:
+    """One version: where it comes from, its data, the gate's numbers. JSON."""
+    from livedraft.cli.state import show_draft
+
+    show_draft(state, version)
+
+
+@drafts_app.command("promote")
+def drafts_promote(version: VersionId, state: State = None) -> None:
+    """Put a version into service, whatever the gate said."""
+    from livedraft.cli.state import promote_draft
+
+    promote_draft(state, version)
+
+
+@drafts_app.command("rollback")
+def drafts_rollback(state: State = None) -> None:
+    """Go back to the parent of the version in service; training goes on from there."""
+    from livedraft.cli.state import roll_back
+
+    roll_back(state)
+
+
+@learn_app.command("status")
+def learn_status(state: State = None, as_json: Json = False) -> None:
+    """What is in service, what the trainer does, and what it costs."""
+    from livedraft.cli.state import learn_status
+
+    learn_status(state, as_json=as_json)
+
+
+@learn_app.command("pause")
+def learn_pause(state: State = None) -> None:
+    """Stop training; serving and the keeping of traces go on."""
+    from livedraft.cli.state import pause_learning
+
+    pause_learning(state, is_paused=True)
+
+
+@learn_app.command("resume")
+def learn_resume(state: State = None) -> None:
+    """Train again."""
+    from livedraft.cli.state import pause_learning
+
+    pause_learning(state, is_paused=False)
+
+
+@learn_app.command("now")
+def learn_now(state: State = None) -> None:
+    """Offer a candidate to the gate now instead of when one is due."""
+    from livedraft.cli.state import learn_now
+
+    learn_now(state)
+
+
+@traces_app.command("list")
+def traces_list(
+    state: State = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """The newest traces; no text."""
+    from livedraft.cli.state import list_traces
+
+    list_traces(state, limit=limit, as_json=as_json)
+
+
+@traces_app.command("delete")
+def traces_delete(
+    user: Annotated[str, typer.Option(help="As the client sent it in `user`.")], state: State = None
+) -> None:
+    """Delete all traces of a user, from every file and from the running trainer."""
+    from livedraft.cli.state import delete_traces
+
+    delete_traces(state, user)
 
 
 @app.command()

@@ -82,6 +82,7 @@ class Engine:
         self._text_stream = text_stream
         self._offer: tuple[DraftModel | None, float | None] | None = None
         self._offer_lock = threading.Lock()
+        self._forgets_prefixes = False
 
     # --- what callers use -------------------------------------------------------------------------------------------
 
@@ -173,6 +174,10 @@ class Engine:
         with self._offer_lock:
             self._offer = (draft, prior)
 
+    def forget_prefixes(self) -> None:
+        """From any thread: nothing that finished requests wrote is reused from the next round on."""
+        self._forgets_prefixes = True
+
     def withdraw_offer(self) -> None:
         """Keep the draft that is in service."""
         with self._offer_lock:
@@ -209,6 +214,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Waiting requests into free slots, each with the longest beginning that some slot already holds."""
+        if self._forgets_prefixes:
+            self._forgets_prefixes = False
+            for slot in self.prefixes.forget():
+                self.runner.target.clear_slot(slot)
         for state in self.scheduler.admit(self._should_wait):
             others = [(s.slot, s.token_ids[: s.target_length]) for s in self.scheduler.running if s is not state]
             source, num_tokens = self.prefixes.find(state.token_ids, others)

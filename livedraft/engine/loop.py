@@ -40,6 +40,8 @@ class EngineLoop:
         self._closing = False
         self._num_finished: dict[str, int] = {}
         self._num_prompt_tokens = self._num_output_tokens = 0
+        self.busy_seconds = self.idle_seconds = 0.0
+        """With and without work, until the last change."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -91,7 +93,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # a thread has its own count, and the swap watcher sets another
-        is_busy = False
+        is_busy, changed_at = False, time.monotonic()
         while True:
             self._wake.clear()
             if self._closing:  # looked at after the clear, or a wake-up by `close` could be lost
@@ -99,7 +101,12 @@ class EngineLoop:
             while self._inbox:
                 self._guarded(self._inbox.popleft())
             if self.engine.has_work != is_busy:
-                is_busy = not is_busy
+                now = time.monotonic()
+                if is_busy:
+                    self.busy_seconds += now - changed_at
+                else:
+                    self.idle_seconds += now - changed_at
+                is_busy, changed_at = not is_busy, now
                 self._on_busy(is_busy)
             if is_busy:
                 self._guarded(self._round)

@@ -63,6 +63,13 @@ class PrefixCache:
     def keep(self, slot: int, token_ids: Sequence[int]) -> None:
         self._kept[slot] = tuple(token_ids)
 
+    def forget(self) -> list[int]:
+        """Keep nothing any more; returns the slots that did."""
+        slots = list(self._kept)
+        self._kept.clear()
+        self._free += slots
+        return slots
+
     def give_back(self, slot: int) -> None:
         self._free.append(slot)
 

@@ -29,8 +29,11 @@ class SwapWatcher:
         events: Events,
         target_fingerprint: str,
         serving: str,
+        after_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`build` makes a resident draft of a version; `serving` is the version already resident."""
+        """`build` makes a resident draft of a version; `serving` is the version already resident; `after_look` runs on this
+        thread after every look at the registry."""
+        self._after_look = after_look
         self._engine, self._registry, self._route = engine, registry, route
         self._build, self._events = build, events
         self._target_fingerprint = target_fingerprint
@@ -49,6 +52,7 @@ class SwapWatcher:
         while not self._closing.wait(POLL_SECONDS):
             try:
                 self.look()
+                self._after_look()
             except Exception as error:  # a thread that dies silently would end all swaps
                 self._events.emit("swap_failed", reason=f"{type(error).__name__}: {error}")
 

@@ -102,6 +102,7 @@ class TraceBuilder:
             draft_version=state.draft_version_at_arrival,
             arrived_at=state.arrived_at,
             conversation_key=state.request.conversation_key,
+            client_key=state.request.client_key,
             prompt_token_ids=list(state.request.prompt_token_ids),
             output_token_ids=state.output_token_ids,
             teacher_token_ids_TK=np.concatenate(self._teacher_ids),

@@ -9,6 +9,7 @@ Legend: B sequences, T tokens, N loss positions, K teacher tokens, W draft vocab
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +32,12 @@ class Example:
     teacher_log_probs_TK: np.ndarray
     loss_mask_T: np.ndarray  # bool, which output positions teach
     sampling: SamplingParams
+    client_key: str = ""
+
+    @property
+    def prompt_key(self) -> int:
+        """The same for every copy of a prompt."""
+        return zlib.crc32(self.token_ids[: self.num_prompt_tokens].tobytes())  # not hash(): the same after a restart
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +64,7 @@ def example_from_trace(trace: Trace, trace_id: int, positions: Literal["all", "r
         teacher_log_probs_TK=trace.teacher_log_probs_TK,
         loss_mask_T=mask,
         sampling=trace.sampling,
+        client_key=trace.client_key,
     )
 
 

@@ -11,10 +11,9 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import open_database
 from livedraft.events import Events
 
 EXIT_BAD_INPUT = 3
@@ -41,13 +40,6 @@ def open_yield_flag(state: Path) -> mmap.mmap:
         path.write_bytes(b"\0")
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 1)
-
-
-def read_trainer_status(state: Path) -> dict[str, Any]:
-    """The worker's last report (status, pid, num_steps, num_trained, in_service), or an empty dict before the first."""
-    with open_database(state) as database:
-        row = database.execute("SELECT status FROM trainer_status").fetchone()
-    return json.loads(row[0]) if row else {}
 
 
 class TrainerProcess:

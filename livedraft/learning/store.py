@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from livedraft.drafts.registry import fsync_path, open_database
+from livedraft.drafts.registry import fsync_path, open_database, scrub_database
 from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace
 
 HELD_OUT_SHARE = 10
@@ -71,8 +71,13 @@ class TraceStore:
 
     def append(self, traces: Sequence[Trace]) -> None:
         """Write one shard, then its rows. Raises OSError or UserError when the disk is full; then nothing is stored."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"shard-{uuid.uuid4().hex}.safetensors"
+        self._write(traces, name)
+        self._add_rows(traces, name)
+
+    def _write(self, traces: Sequence[Trace], name: str) -> None:
+        """A whole shard or none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".tmp-{name}"
         try:
             write_shard(temporary, traces)
@@ -82,10 +87,12 @@ class TraceStore:
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise OSError(f"trace shard not written: {error}") from error
+
+    def _add_rows(self, traces: Sequence[Trace], name: str) -> None:
         with open_database(self.state) as database:
             database.executemany(
                 "INSERT INTO traces (request_id, route, created_at, is_held_out, shard, row, num_output_tokens,"
-                " draft_version) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                " draft_version, client_key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [
                     (
                         trace.request_id,
@@ -96,6 +103,7 @@ class TraceStore:
                         row,
                         len(trace.output_token_ids),
                         trace.draft_version,
+                        trace.client_key,
                     )
                     for row, trace in enumerate(traces)
                 ],
@@ -126,6 +134,10 @@ class TraceStore:
                 self._open_shards.popitem(last=False)
         return traces[row.row]
 
+    def close_shards(self) -> None:
+        """Read from disk again next time: shards may have been rewritten."""
+        self._open_shards.clear()
+
     def record_alpha(self, scores: dict[int, tuple[float, float]]) -> None:
         """Store (alpha, alpha_served) by trace id."""
         with open_database(self.state) as database:
@@ -133,6 +145,67 @@ class TraceStore:
                 "UPDATE traces SET alpha = ?, alpha_served = ? WHERE id = ?",
                 [(alpha, served, trace_id) for trace_id, (alpha, served) in scores.items()],
             )
+
+    # --- limits and deletion ----------------------------------------------------------------------------------------
+
+    def enforce_limits(self, *, max_bytes: float, max_age_seconds: float) -> int:
+        """Remove the oldest shards past the limits, with their rows; returns how many traces went."""
+        shards = []
+        with open_database(self.state) as database:
+            for shard, newest in database.execute(
+                "SELECT shard, max(created_at) FROM traces GROUP BY shard"
+            ).fetchall():
+                path = self.folder / shard
+                shards.append((newest, shard, path.stat().st_size if path.exists() else 0))
+        shards.sort(reverse=True)
+        kept_bytes, doomed = 0, []
+        for newest, shard, size in shards:
+            kept_bytes += size
+            if kept_bytes > max_bytes or time.time() - newest > max_age_seconds:
+                doomed.append(shard)
+        return sum(self._remove_shard(shard) for shard in doomed)
+
+    def delete_client(self, client_key: str) -> int:
+        """Remove all traces of a client, rewriting the shards they share with others, so that nothing of them is left on
+        disk: not in a shard, a damaged file, the database or its log. Returns how many."""
+        with open_database(self.state) as database:
+            found = database.execute("SELECT shard, row FROM traces WHERE client_key = ?", (client_key,)).fetchall()
+        doomed: dict[str, set[int]] = {}
+        for shard, row in found:
+            doomed.setdefault(shard, set()).add(row)
+        for shard, rows in doomed.items():
+            self._rewrite_shard(shard, rows)
+        for damaged in self.folder.glob("*.damaged"):  # nobody can say whose it was
+            damaged.unlink()
+        scrub_database(self.state)
+        return len(found)
+
+    def _rewrite_shard(self, shard: str, doomed: set[int]) -> None:
+        traces = read_shard(self.folder / shard)
+        kept = [(row, trace) for row, trace in enumerate(traces) if row not in doomed]
+        if not kept:
+            self._remove_shard(shard)
+            return
+        name = f"shard-{uuid.uuid4().hex}.safetensors"
+        self._write([trace for _, trace in kept], name)
+        with open_database(self.state) as database:
+            for row in doomed:
+                database.execute("DELETE FROM traces WHERE shard = ? AND row = ?", (shard, row))
+            for new_row, (old_row, _) in enumerate(kept):
+                database.execute(
+                    "UPDATE traces SET shard = ?, row = ? WHERE shard = ? AND row = ?", (name, new_row, shard, old_row)
+                )
+        self._forget_file(shard)
+
+    def _remove_shard(self, shard: str) -> int:
+        with open_database(self.state) as database:
+            count: int = database.execute("DELETE FROM traces WHERE shard = ?", (shard,)).rowcount
+        self._forget_file(shard)
+        return count
+
+    def _forget_file(self, shard: str) -> None:
+        self._open_shards.pop(shard, None)
+        (self.folder / shard).unlink(missing_ok=True)
 
     def _set_aside(self, shard: str) -> None:
         path = self.folder / shard
@@ -166,6 +239,7 @@ def write_shard(path: Path, traces: Sequence[Trace]) -> None:
             "draft_version": t.draft_version,
             "arrived_at": t.arrived_at,
             "conversation_key": t.conversation_key,
+            "client_key": t.client_key,
             "position_version_T": t.position_version_T,
         }
         for t in traces

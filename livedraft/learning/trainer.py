@@ -61,6 +61,10 @@ class Score:
     """What alpha_served is the mean of: the chance that a token drafted at the position is accepted."""
 
 
+class BadStepError(ArithmeticError):
+    """A step that would have ruined the weights."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -79,20 +83,48 @@ class Trainer:
         self.head_VD = head_VD
         self.rotary = RotaryTable(model_config, max_positions, torch.float32, torch.device("cpu"))
         self.uses_bf16 = cpu_has_bf16_instructions()
-        self.num_steps = 0
         self.flops = 0.0
         """Floating-point operations of training and scoring so far: 2 a weight and token forward, 4 backward."""
+        self.restart_from(draft)
+
+    def restart_from(self, draft: DraftWeights) -> None:
+        """Train on from these weights, the optimiser's memory empty."""
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+            self.parameters.values(), lr=self.config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
         )
         self.averaged = {name: tensor.clone() for name, tensor in draft.tensors.items()}
+        self.num_steps = 0
         self._set_vocabulary(draft.draft_to_target_W)
+
+    # --- surviving a kill ---------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything a step depends on: weights, their average, the optimiser's moments, the vocabulary."""
+        tensors = {"draft_to_target": self.draft_to_target_W, "num_steps": torch.tensor(self.num_steps)}
+        for name, parameter in self.parameters.items():
+            tensors[f"parameter.{name}"] = parameter.detach()
+            tensors[f"averaged.{name}"] = self.averaged[name]
+            for part, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{part}.{name}"] = value
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises KeyError for what `state_tensors` did not make."""
+        names = [name.removeprefix("parameter.") for name in tensors if name.startswith("parameter.")]
+        weights = {name: tensors[f"parameter.{name}"] for name in names}
+        self.restart_from(DraftWeights(tensors=weights, draft_to_target_W=tensors["draft_to_target"]))
+        self.averaged = {name: tensors[f"averaged.{name}"].clone() for name in names}
+        self.num_steps = int(tensors["num_steps"])
+        for name in names if self.num_steps else ():
+            parts = ("step", "exp_avg", "exp_avg_sq")
+            self.optimizer.state[self.parameters[name]] = {part: tensors[f"{part}.{name}"].clone() for part in parts}
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def step(self, examples: Sequence[Example], between: Callable[[], None] = lambda: None) -> StepReport:
-        """One optimiser step; `between` is called between micro-batches."""
+        """One optimiser step; `between` is called between micro-batches. Raises BadStepError, the weights untouched, when the
+        gradient is not finite."""
         total_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
         weights = self._weights()
         loss_sum = alpha_sum = 0.0
@@ -106,7 +138,10 @@ class Trainer:
                 num_taught += taught
                 self.flops += 6.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
                 between()
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
+        if not torch.isfinite(norm):  # one such step would make every weight NaN for good
+            self.optimizer.zero_grad(set_to_none=True)
+            raise BadStepError(f"the gradient is not finite (loss {loss_sum / total_positions})")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1

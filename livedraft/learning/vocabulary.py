@@ -31,6 +31,15 @@ class VocabularyUse:
         probs = np.exp(example.teacher_log_probs_TK[:, top].astype(np.float64))
         np.add.at(self._mass_V, example.teacher_token_ids_TK[:, top].ravel(), probs.ravel())
 
+    def used(self) -> list[tuple[int, float]]:
+        """For a checkpoint: (token, mass) of all that was seen."""
+        seen = np.flatnonzero(self._mass_V)
+        return list(zip(seen.tolist(), self._mass_V[seen].tolist(), strict=True))
+
+    def restore(self, used: list[tuple[int, float]]) -> None:
+        for token, mass in used:
+            self._mass_V[token] = mass
+
     def choose(self, limit: int) -> list[int]:
         """The tokens of the next draft, at most `limit`: the most used ones, the lowest ids among equals (so unused ones
         fill up from below)."""

@@ -30,22 +30,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import Registry, new_version_id, open_database
+from livedraft.drafts.registry import Registry, fsync_path, new_version_id, read_controls, write_status
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
 from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.learning.trainer import Score, Trainer
+from livedraft.learning.trainer import BadStepError, Score, Trainer
 from livedraft.learning.vocabulary import VocabularyUse
 from livedraft.models.load import load_embedding_and_head
 from livedraft.records import DraftVersion, UserError
 
 POLL_SECONDS = 0.1
-MAX_YIELD_SECONDS = 0.5
-"""Longest pause between two micro-batches while serving is busy: learning starves on no machine, but costs little."""
+BUSY_PAUSE_SECONDS = {"gentle": 2.0, "on": 0.5, "eager": 0.0}
+"""Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
+CHECKPOINT_SECONDS = 60.0
+MAX_BAD_STEPS = 3
+"""Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
+_CHECKPOINT_NAME = "trainer.checkpoint.safetensors"
 MAX_GATE_HELD_OUT = 200
 MAX_KEPT_EXAMPLES = 2000
 """Replay window, in traces."""
@@ -70,6 +76,9 @@ class Worker:
             head_VD=head_VD,
             max_positions=max_positions,
         )
+        self.controls = read_controls(state)
+        self.num_bad_steps = 0
+        self.last_problem = ""
         self.vocabulary = VocabularyUse(model_config.vocabulary_size)
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
@@ -77,6 +86,8 @@ class Worker:
         self.held_out: OrderedDict[int, Example] = OrderedDict()
         self.fresh: list[Example] = []  # scored, not yet trained on
         self.copies: Counter[int] = Counter()
+        """By prompt: how often it was in a batch."""
+        self.trained_ids: set[int] = set()
         self.random = random.Random(config.seed)
         self.last_trace_id = 0
         self.newest_trained_id = 0
@@ -92,6 +103,9 @@ class Worker:
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
+        self._checkpoint_path = state / _CHECKPOINT_NAME
+        self._checkpointed_at = time.monotonic()
+        self._resume()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -104,11 +118,17 @@ class Worker:
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to do."""
+        is_asked = self._heed_controls()
+        if self.controls["paused"]:
+            self._report("paused")
+            return False
+        self._follow_service()
         self._read_new_traces()
         if self._score_new() or self._test_candidate():
             return True
+        self._checkpoint_now_and_then()
         num_needed = max(self.config.traces_per_candidate, self.num_trained // 4)
-        is_due = self.candidate is None and self.num_since_candidate >= num_needed
+        is_due = self.candidate is None and self.num_since_candidate >= (1 if is_asked else num_needed)
         if is_due and self._is_enough(self._evidence(self.newest_trained_id)):
             self._freeze_candidate()
         elif len(self.fresh) >= self.config.traces_per_chunk:
@@ -120,6 +140,39 @@ class Worker:
             self._freeze_candidate()  # idle: offer what there is, and wait for evidence
         return True
 
+    def _heed_controls(self) -> bool:
+        """What an operator asked for since the last turn; True when it is a candidate now."""
+        before, self.controls = self.controls, read_controls(self.state)
+        if self.controls["forget"] != before["forget"]:
+            self._forget_deleted()
+        return self.controls["now"] != before["now"]
+
+    def _forget_deleted(self) -> None:
+        """Traces that are gone from the store leave everything kept here. Weights already trained cannot be unlearnt."""
+        left = {row.id for row in self.store.rows(route=self.route, limit=-1)}
+        for kept in (self.examples, self.held_out):
+            for trace_id in [trace_id for trace_id in kept if trace_id not in left]:
+                del kept[trace_id]
+        self.fresh = [example for example in self.fresh if example.trace_id in left]
+        self._to_score = [(row, example) for row, example in self._to_score if row.id in left]
+        for scores in self.scores.values():
+            for trace_id in [trace_id for trace_id in scores if trace_id not in left]:
+                del scores[trace_id]
+        self.store.close_shards()
+
+    def _follow_service(self) -> None:
+        """An operator or the watch may have put another version into service: training goes on from there."""
+        serving = self.registry.in_service(self.route)
+        if serving is None or serving.id == self.in_service.id:
+            return
+        weights = self._draft(serving.id)
+        if weights is None:
+            return
+        self.in_service = serving
+        self.num_tests_since_promotion = 0
+        self.candidate = None
+        self.trainer.restart_from(weights)
+
     def _read_new_traces(self) -> None:
         for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
             self.last_trace_id = row.id
@@ -127,7 +180,12 @@ class Worker:
             if trace is None or not trace.output_token_ids:
                 continue
             example = example_from_trace(trace, row.id, self.config.positions)
-            self._to_score.append((row, example))
+            if row.id in self.trained_ids:
+                self.examples[row.id] = example  # before a restart
+            else:
+                self._to_score.append((row, example))
+        while len(self.examples) > MAX_KEPT_EXAMPLES:
+            self.examples.popitem(last=False)
 
     def _score_new(self) -> bool:
         """Prequential: with the version that served the request, before anything is trained on it."""
@@ -150,9 +208,13 @@ class Worker:
                 self.held_out[row.id] = example
                 if len(self.held_out) > MAX_GATE_HELD_OUT:
                     self.held_out.popitem(last=False)
-            else:
+            elif self.copies[example.prompt_key] + len(self._waiting(example)) < self.config.max_passes:
                 self.fresh.append(example)
         return True
+
+    def _waiting(self, example: Example) -> list[Example]:
+        """Copies of the same prompt that are still to be trained on."""
+        return [one for one in self.fresh if one.prompt_key == example.prompt_key]
 
     def _train(self, new: Sequence[Example]) -> None:
         """One optimiser step on new examples and `replay_per_new` old ones for each."""
@@ -165,6 +227,7 @@ class Worker:
         self._step(batch)
         for example in new:
             self.examples[example.trace_id] = example
+            self.trained_ids.add(example.trace_id)
             self.newest_trained_id = max(self.newest_trained_id, example.trace_id)
             if len(self.examples) > MAX_KEPT_EXAMPLES:
                 self.examples.popitem(last=False)
@@ -182,16 +245,42 @@ class Worker:
 
     def _replayed(self, count: int) -> list[Example]:
         usable = [
-            example for example in self.examples.values() if self.copies[example.trace_id] < self.config.max_passes
+            example for example in self.examples.values() if self.copies[example.prompt_key] < self.config.max_passes
         ]
-        return self.random.sample(usable, min(count, len(usable)))
+        picked = self.random.sample(usable, len(usable)) if count < len(usable) else usable
+        # Each prompt once, and no client more than half of the batch.
+        batch: list[Example] = []
+        by_client: Counter[str] = Counter()
+        prompts: set[int] = set()
+        for example in picked:
+            is_crowd = example.client_key and by_client[example.client_key] >= max(1, count // 2)
+            if len(batch) < count and not is_crowd and example.prompt_key not in prompts:
+                batch.append(example)
+                by_client[example.client_key] += 1
+                prompts.add(example.prompt_key)
+        return batch
 
     def _step(self, batch: list[Example]) -> None:
         for example in batch:
-            self.copies[example.trace_id] += 1
+            self.copies[example.prompt_key] += 1
             self.num_train_tokens += example.num_tokens
-        with self._timed():
-            self.trainer.step(batch, self._between)
+        try:
+            with self._timed():
+                self.trainer.step(batch, self._between)
+            self.num_bad_steps = 0
+        except BadStepError as error:
+            self._survive_bad_step(error)
+
+    def _survive_bad_step(self, error: BadStepError) -> None:
+        self.num_bad_steps += 1
+        self.last_problem = f"step {self.trainer.num_steps}: {error}"
+        print(self.last_problem, file=sys.stderr, flush=True)
+        weights = self._draft(self.in_service.id)
+        if self.num_bad_steps >= MAX_BAD_STEPS and weights is not None:
+            self.trainer.restart_from(weights)
+            self.num_bad_steps = 0
+            self.last_problem += "; training starts again from the version in service"
+        self._status = ""  # report it
 
     # --- candidates and the gate ------------------------------------------------------------------------------------
 
@@ -289,7 +378,8 @@ class Worker:
     def _between(self) -> None:
         """Called between micro-batches: step aside while requests run or wait."""
         started = time.monotonic()
-        while self._yield_flag[0] and time.monotonic() < started + MAX_YIELD_SECONDS:
+        longest = BUSY_PAUSE_SECONDS[self.config.level]
+        while self._yield_flag[0] and time.monotonic() < started + longest:
             time.sleep(0.01)
         self._paused_seconds += time.monotonic() - started
 
@@ -313,13 +403,58 @@ class Worker:
             "train_seconds": round(self.train_seconds, 3),
             "train_flops": self.trainer.flops,
             "in_service": self.in_service.id,
+            "last_problem": self.last_problem,
         }
-        with open_database(self.state) as database:
-            database.execute(
-                "INSERT INTO trainer_status (only, updated_at, status) VALUES (1, ?, ?)"
-                " ON CONFLICT (only) DO UPDATE SET updated_at = excluded.updated_at, status = excluded.status",
-                (time.time(), json.dumps(fields)),
-            )
+        write_status(self.state, "trainer", fields)
+
+    # --- surviving a kill -------------------------------------------------------------------------------------------
+
+    def _checkpoint_now_and_then(self) -> None:
+        is_due = time.monotonic() - self._checkpointed_at > CHECKPOINT_SECONDS
+        if is_due and self.trainer.num_steps:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Whole or not at all. A full disk costs the checkpoint, not the training."""
+        self._checkpointed_at = time.monotonic()
+        counters = {
+            "copies": list(self.copies.items()),
+            "trained_ids": sorted(self.trained_ids)[-4 * MAX_KEPT_EXAMPLES :],
+            "newest_trained_id": self.newest_trained_id,
+            "num_trained": self.num_trained,
+            "num_since_candidate": self.num_since_candidate,
+            "num_candidates": self.num_candidates,
+            "in_service": self.in_service.id,
+            "vocabulary": self.vocabulary.used(),
+        }
+        temporary = self._checkpoint_path.with_suffix(".tmp")
+        try:
+            save_file(self.trainer.state_tensors(), temporary, metadata={"counters": json.dumps(counters)})
+            fsync_path(temporary)
+            os.replace(temporary, self._checkpoint_path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            self.last_problem = f"the checkpoint could not be written: {error}"
+
+    def _resume(self) -> None:
+        """Go on where the last checkpoint was; from the version in service when there is none or it is damaged, and with its
+        weights when another version serves now."""
+        try:
+            with safe_open(self._checkpoint_path, framework="pt") as file:
+                counters = json.loads(file.metadata()["counters"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            if counters["in_service"] == self.in_service.id:
+                self.trainer.load_state_tensors(tensors)
+        except FileNotFoundError:
+            return
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            self.last_problem = f"the checkpoint cannot be read and is not used: {error}"
+            return
+        self.copies = Counter(dict(counters["copies"]))
+        self.trained_ids = set(counters["trained_ids"])
+        for name in ("newest_trained_id", "num_trained", "num_since_candidate", "num_candidates"):
+            setattr(self, name, counters[name])
+        self.vocabulary.restore(counters["vocabulary"])
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from livedraft.learning.process import read_trainer_status
+from livedraft.drafts.registry import read_status
 from livedraft.llm import LLM
 from livedraft.records import UserError
 from livedraft.server.openai_api import Served
@@ -64,10 +64,12 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
         "traces_dropped": float(llm.capture.num_dropped),
     }
     try:
-        status = read_trainer_status(llm.state)
+        status = read_status(llm.state, "trainer")
     except (sqlite3.Error, UserError):  # locked just now, or the disk is full: /metrics is needed most then
         return gauges
-    return gauges | {name: float(status[name]) for name in ("num_steps", "num_trained") if name in status}
+    names = ("num_steps", "num_trained", "num_train_tokens", "train_seconds", "train_flops")
+    serving = {name: value for name, value in llm.serving_report().items() if isinstance(value, float)}
+    return gauges | serving | {name: float(status[name]) for name in names if name in status}
 
 
 def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:

@@ -38,7 +38,8 @@ MakeRequest = Callable[..., Request]
 
 @dataclass(kw_only=True)
 class Served:
-    """One model behind the server. `make_request(prompt, sampling, store=, tools=, id=)` tokenises; `learning` gives gauges."""
+    """One model behind the server. `make_request(prompt, sampling, store=, tools=, id=, client=)` tokenises; `learning` gives
+    gauges."""
 
     name: str
     backend: Backend
@@ -348,7 +349,7 @@ def _request(
         )
     try:
         engine_id = f"{id}-{uuid.uuid4().hex[:8]}"  # clients may send one id twice
-        request = served.make_request(prompt, None, store=body.store, tools=tools, id=engine_id)
+        request = served.make_request(prompt, None, store=body.store, tools=tools, id=engine_id, client=body.user or "")
     except UserError as error:
         raise ApiError(400, str(error), param="tools" if "tools" in str(error) else "messages") from error
     num_left = served.backend.max_model_len - len(request.prompt_token_ids)

@@ -11,8 +11,8 @@ import pytest
 
 from livedraft import LLM, SamplingParams
 from livedraft.config import LearningConfig
+from livedraft.drafts.registry import read_status
 from livedraft.events import Events
-from livedraft.learning.process import read_trainer_status
 from livedraft.learning.store import TraceStore
 from livedraft.records import UserError
 
@@ -82,7 +82,7 @@ def test_it_learns_promotes_and_swaps_while_the_output_stays_the_same(learning, 
 def test_killing_the_trainer_leaves_serving_running_and_says_so(learning):
     llm = learning
     llm.generate(prompts(2), SAMPLING)
-    wait_for(lambda: read_trainer_status(llm.state))
+    wait_for(lambda: read_status(llm.state, "trainer"))
     pid = llm.trainer.pid
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "trainer_died" in names(llm), 10)

@@ -156,5 +156,68 @@ def test_a_full_disk_drops_traces_with_an_event_and_serving_goes_on(traces):
 def test_another_schema_is_refused(tmp_path):
     with open_database(tmp_path) as database:
         database.execute("PRAGMA user_version=99")
-    with pytest.raises(UserError, match="another livedraft"):
+    with pytest.raises(UserError, match="a newer livedraft"):
         TraceStore(tmp_path).rows()
+
+
+def test_limits_remove_the_oldest_shards_with_their_rows(tmp_path, traces):
+    store = TraceStore(tmp_path)
+    for start in (0, 2, 4):
+        store.append(traces[start : start + 2])
+    size = next((tmp_path / "traces").glob("shard-*")).stat().st_size
+    assert store.enforce_limits(max_bytes=10 * size, max_age_seconds=1e6) == 0
+    assert store.enforce_limits(max_bytes=2.5 * size, max_age_seconds=1e6) == 2
+    assert [row.request_id for row in store.rows()] == [trace.request_id for trace in traces[2:]]
+    assert len(list((tmp_path / "traces").glob("shard-*"))) == 2
+    with open_database(tmp_path) as database:
+        database.execute("UPDATE traces SET created_at = created_at - 1000 WHERE id = ?", (store.rows()[0].id,))
+        database.execute("UPDATE traces SET created_at = created_at - 1000 WHERE id = ?", (store.rows()[1].id,))
+    assert store.enforce_limits(max_bytes=1e12, max_age_seconds=500) == 2
+    assert [row.request_id for row in store.rows()] == [trace.request_id for trace in traces[4:]]
+
+
+def test_a_deleted_client_is_nowhere_in_the_state_folder(tmp_path, traces):
+    """Searched as text and as token ids in every file, in 32 and 64 bits; the others' traces stay as they were."""
+    prompt, output = list(range(1000, 1012)), traces[1].output_token_ids
+    private = dataclasses.replace(
+        traces[1], client_key="a1" * 16, request_id="request-of-the-private-client", prompt_token_ids=prompt
+    )
+    store = TraceStore(tmp_path)
+    store.append([traces[0], private, traces[2]])
+    store.append([private])
+    store.append(traces[3:5])
+    (tmp_path / "traces" / "shard-old.damaged").write_bytes(np.array(prompt, dtype=np.int32).tobytes())
+    assert store.delete_client("a1" * 16) == 2
+    needles = [b"request-of-the-private-client", b"a1" * 16]
+    needles += [np.array(prompt, dtype=kind).tobytes() for kind in (np.int32, np.int64)]
+    found = [
+        (path.name, needle[:20])
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+        for needle in needles
+        if needle in path.read_bytes()
+    ]
+    assert found == []
+    assert output  # what it said shares tokens with others; its prompt and names are what is searched
+    left = TraceStore(tmp_path)
+    for row, trace in zip(left.rows(), [traces[0], traces[2], *traces[3:5]], strict=True):
+        equal(left.read(row), trace)
+
+
+def test_a_state_of_the_first_schema_is_brought_up_to_date(tmp_path, traces):
+    import sqlite3
+
+    from livedraft.drafts.registry import _MIGRATIONS
+
+    connection = sqlite3.connect(tmp_path / "livedraft.db")
+    connection.executescript(_MIGRATIONS[0])
+    connection.execute("PRAGMA user_version=1")
+    connection.execute(
+        "INSERT INTO traces (request_id, route, created_at, is_held_out, shard, row, num_output_tokens, draft_version)"
+        " VALUES ('old', 'default', 0, 0, 's', 0, 3, 'v')"
+    )
+    connection.commit()
+    connection.close()
+    store = TraceStore(tmp_path)
+    store.append(traces[:1])
+    assert [row.request_id for row in store.rows()] == ["old", traces[0].request_id]

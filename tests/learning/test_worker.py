@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.registry import Registry, new_version_id, read_status, set_control
 from livedraft.drafts.weights import save_draft
 from livedraft.learning import gate
 from livedraft.learning.capture import conversation_key
@@ -159,3 +159,149 @@ def test_it_steps_aside_between_micro_batches_while_serving_is_busy(state, monke
     made._yield_flag[0] = 0
     made._between()
     assert len(slept) == 3
+
+
+# --- operators, bad steps, kills ------------------------------------------------------------------------------------
+
+
+def test_a_restart_goes_on_from_the_checkpoint_and_trains_nothing_twice(state):
+    made = worker(state)
+    serve_into(state, 12)
+    run_until_idle(made)
+    made.checkpoint()
+    steps = made.trainer.num_steps
+    assert steps > 3
+    again = worker(state)
+    assert again.trainer.num_steps == steps
+    for name, parameter in made.trainer.parameters.items():
+        assert torch.equal(again.trainer.parameters[name], parameter)
+        for part in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(
+                again.trainer.optimizer.state[again.trainer.parameters[name]][part],
+                made.trainer.optimizer.state[parameter][part],
+            )
+    run_until_idle(again)
+    assert again.trainer.num_steps == steps  # every copy of every prompt was used up before
+    assert again.copies == made.copies
+    assert max(again.copies.values()) <= 8
+    serve_into(state, 8, first=100)
+    run_until_idle(again)
+    assert again.trainer.num_steps > steps
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense" * 100])
+def test_a_damaged_checkpoint_is_said_and_training_starts_from_the_version_in_service(state, content):
+    (state / "trainer.checkpoint.safetensors").write_bytes(content)
+    made = worker(state)
+    assert "cannot be read" in made.last_problem
+    serve_into(state, 8)
+    run_until_idle(made)
+    assert made.trainer.num_steps > 0
+
+
+def test_a_step_that_would_ruin_the_weights_is_not_taken_and_three_restart_from_service(state, monkeypatch):
+    made = worker(state)
+    serve_into(state, 8)
+    made._read_new_traces()
+    made._score_new()
+    before = {name: tensor.clone() for name, tensor in made.trainer.averaged.items()}
+    made.trainer.parameters["head"].data[0, 0] = torch.nan
+    batch = made.fresh[:4]
+    for count in (1, 2):
+        made._step(batch)
+        assert made.num_bad_steps == count
+        assert "not finite" in made.last_problem
+    made._step(batch)
+    assert "starts again" in made.last_problem
+    assert torch.isfinite(made.trainer.parameters["head"]).all()
+    for name, tensor in made.trainer.averaged.items():
+        assert torch.equal(tensor, before[name])
+    made._step(batch)
+    assert made.num_bad_steps == 0
+    assert made.trainer.num_steps == 1
+
+
+def test_paused_is_paused_and_now_is_now(state):
+    made = worker(state, traces_per_candidate=1000)
+    set_control(state, "paused", 1)
+    serve_into(state, 12)
+    run_until_idle(made)
+    assert read_status(state, "trainer")["status"] == "paused"
+    assert made.trainer.num_steps == 0
+    set_control(state, "paused", 0)
+    run_until_idle(made)
+    assert made.trainer.num_steps > 0
+    assert made.num_candidates == 0
+    set_control(state, "now")
+    run_until_idle(made)
+    assert made.num_candidates == 1
+
+
+def test_another_version_put_into_service_is_where_training_goes_on(state):
+    made = worker(state)
+    registry = Registry(state)
+    serve_into(state, 8)
+    run_until_idle(made)
+    first = made.in_service
+    better = dataclasses.replace(first, id=new_version_id(9), parent=first.id)
+    weights = made.trainer.snapshot()
+    registry.publish(lambda path: save_draft(weights, path), better)
+    registry.serve(better.id, "default", {"promoted_by": "operator"})
+    made.turn()
+    assert made.in_service.id == better.id
+    assert made.trainer.num_steps == 0
+    assert torch.equal(made.trainer.parameters["head"], weights.tensors["head"])
+    back = registry.roll_back("default", {"rolled_back_by": "operator"})
+    assert back.id == first.id
+    made.turn()
+    assert made.in_service.id == first.id
+    statuses = {row["id"]: row["status"] for row in registry.versions()}
+    assert statuses == {first.id: "in_service", better.id: "rolled_back"}
+    with pytest.raises(UserError, match="no earlier version"):
+        registry.roll_back("default", {})
+
+
+def test_deleted_traces_leave_the_running_trainer(state):
+    made = worker(state)
+    traces = [
+        dataclasses.replace(t, client_key="ab" * 8 if n % 2 else "cd" * 8) for n, t in enumerate(served_traces(12))
+    ]
+    TraceStore(state).append(traces)
+    run_until_idle(made)
+    num_kept = len(made.examples) + len(made.held_out)
+    assert num_kept == 12
+    assert TraceStore(state).delete_client("ab" * 8) == 6
+    set_control(state, "forget")
+    made.turn()
+    kept = [*made.examples.values(), *made.held_out.values(), *made.fresh]
+    assert len(kept) == 6
+    assert {example.client_key for example in kept} == {"cd" * 8}
+    run_until_idle(made)
+
+
+def test_no_prompt_trains_more_than_max_passes_and_no_client_fills_a_batch(state):
+    made = worker(state, max_passes=3)
+    (one,) = served_traces(1)
+    flood = [dataclasses.replace(one, request_id=f"x{n}", client_key="f" * 16) for n in range(20)]
+    others = [dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(served_traces(12, first=50))]
+    TraceStore(state).append([*flood, *others])
+    batches, right = [], made.trainer.step
+    made.trainer.step = lambda batch, between: (batches.append(batch), right(batch, between))[1]
+    run_until_idle(made)
+    assert max(made.copies.values()) <= 3
+    for batch in batches:
+        prompts = [example.prompt_key for example in batch[4:]]
+        assert len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.parametrize(("level", "longest"), [("gentle", 2.0), ("on", 0.5), ("eager", 0.0)])
+def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longest):
+    from livedraft.learning import worker as room
+
+    made = worker(state, level=level)
+    now = [0.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(room.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    made._yield_flag[0] = 1
+    made._between()
+    assert now[0] == pytest.approx(longest, abs=0.02)

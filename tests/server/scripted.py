@@ -75,14 +75,14 @@ def scripted(text: str, *, template: str | None = None, max_num_seqs: int = 2, *
     tokenizer = Tokenizer(hf)
     backend = ScriptedBackend(tokenizer, text, **options)
 
-    def make_request(prompt, sampling=None, *, store=True, tools=None, id=None):
+    def make_request(prompt, sampling=None, *, store=True, tools=None, id=None, client=""):
         if isinstance(prompt, str):
             token_ids = tokenizer.encode(prompt)
         elif prompt and isinstance(prompt[0], dict):
             token_ids = tokenizer.encode_chat(prompt, tools)
         else:
             token_ids = prompt
-        return Request(id=id, prompt_token_ids=tuple(token_ids), store=store)
+        return Request(id=id, prompt_token_ids=tuple(token_ids), store=store, client_key=client)
 
     return Served(
         name="script",

@@ -475,7 +475,7 @@ def test_options_reach_the_backend(client):
     assert (sampling.max_tokens, sampling.logprobs, sampling.ignore_eos) == (9, 2, True)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
     assert sampling.logit_bias == ((7, 2.5),)
-    assert (first.store, first.num_speculative_tokens) == (False, 2)
+    assert (first.store, first.num_speculative_tokens, first.client_key) == (False, 2, "me")
     assert second.sampling.seed not in (None, sampling.seed)
     assert second.id != first.id
     unlimited = client.complete(CHAT)
