@@ -62,14 +62,19 @@ def run(
     as_json: bool,
 ) -> None:
     most = max(concurrency)
-    prompts = _prompts(prompts_path, most * requests_per_client * num_rounds)
+    prompts = bench_prompts(prompts_path, most * requests_per_client * num_rounds)
     config = EngineConfig(max_num_seqs=most, num_prefix_slots=0)
     speculation = SpeculationConfig(num_speculative_tokens=num_speculative_tokens)
     with (
         LLM(
             model, draft=draft, state=state, dtype=dtype, num_threads=threads, engine=config, speculation=speculation
         ) as llm,
-        _server(model, draft, llm.engine.draft_version, state, most, dtype, threads, num_speculative_tokens) as address,
+        running_server(
+            model,
+            _server_options(draft, llm.engine.draft_version, state, most, num_speculative_tokens),
+            dtype=dtype,
+            threads=threads,
+        ) as address,
     ):
         rows = []
         for clients in concurrency:
@@ -99,7 +104,18 @@ def run(
         _print_table(result)
 
 
-def _prompts(path: Path | None, count: int) -> list[list[Message]]:
+def _server_options(
+    draft: str, draft_version: str, state: Path | None, max_num_seqs: int, num_speculative_tokens: int | None
+) -> list[str]:
+    if state is not None and draft == "auto" and draft_version not in ("none", "untrained"):
+        draft = str(state / "drafts" / draft_version)  # the state folder has one owner, and that is this process
+    options = ["--no-learn", "--max-num-seqs", str(max_num_seqs), "--draft", draft]
+    if num_speculative_tokens is not None:
+        options += ["--num-speculative-tokens", str(num_speculative_tokens)]
+    return options
+
+
+def bench_prompts(path: Path | None, count: int) -> list[list[Message]]:
     if path is not None:
         return read_prompts(path, count)
     return [[{"role": "user", "content": prompt}] for prompt in plant_shop_prompts(min(count, 400), seed=1)]
@@ -155,26 +171,14 @@ async def _over_http(
 
 
 @contextlib.contextmanager
-def _server(
-    model: str,
-    draft: str,
-    draft_version: str,
-    state: Path | None,
-    max_num_seqs: int,
-    dtype: str,
-    threads: int | None,
-    num_speculative_tokens: int | None,
+def running_server(
+    model: str, options: list[str], *, dtype: str, threads: int | None
 ) -> Iterator[tuple[str, int, str]]:
-    """`livedraft serve` as a process of its own; yields host, port and model name."""
-    command = [sys.executable, "-m", "livedraft", "serve", model, "--port", "0", "--no-learn", "--dtype", dtype]
-    command += ["--max-num-seqs", str(max_num_seqs), "--served-model-name", "bench"]
-    if state is not None and draft == "auto" and draft_version not in ("none", "untrained"):
-        draft = str(state / "drafts" / draft_version)  # the state folder has one owner, and that is this process
-    command += ["--draft", draft]
+    """`livedraft serve` as a process of its own, no prefix kept; yields host, port and model name."""
+    command = [sys.executable, "-m", "livedraft", "serve", model, "--port", "0", "--dtype", dtype, *options]
+    command += ["--served-model-name", "bench"]
     if threads is not None:
         command += ["--threads", str(threads)]
-    if num_speculative_tokens is not None:
-        command += ["--num-speculative-tokens", str(num_speculative_tokens)]
     environment = {**os.environ, "LIVEDRAFT_ENGINE__NUM_PREFIX_SLOTS": "0"}
     with tempfile.TemporaryFile("w+") as errors:  # not a pipe: nobody reads while it runs
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)

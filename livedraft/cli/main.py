@@ -332,12 +332,30 @@ def bench_serve(
     draft: Draft = "auto",
     state: State = None,
     num_speculative_tokens: NumSpeculative = None,
+    compare_learning: Annotated[
+        bool,
+        typer.Option(
+            "--compare-learning", help="Instead: latency with the trainer running and paused, at steady load."
+        ),
+    ] = False,
+    level: Annotated[str, typer.Option(help="With --compare-learning: gentle, on or eager.")] = "gentle",
+    load: Annotated[float, typer.Option(min=0.05, max=1, help="With --compare-learning: share of the capacity.")] = 0.7,
+    windows: Annotated[int, typer.Option(min=1, help="With --compare-learning: windows a side.")] = 4,
+    window_seconds: Annotated[float, typer.Option(min=1, help="With --compare-learning: length of one.")] = 60.0,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Over HTTP: tokens a second, time to first token and between pieces, with and without speculation."""
+    if compare_learning:
+        from livedraft.bench.interference import run as run_interference
+
+        run_interference(
+            level=level, load=load, windows=windows, window_seconds=window_seconds, max_tokens=max_tokens,
+            prompts_path=prompts, model=model, dtype=dtype, threads=threads, as_json=as_json,
+        )  # fmt: skip
+        return
     from livedraft.bench.serve import run
     from livedraft.records import UserError
 

@@ -1,0 +1,143 @@
+"""`livedraft bench serve --compare-learning`: what the trainer costs those who wait for tokens.
+
+One server, one steady stream of requests at a share of its capacity (open loop, Poisson arrivals), windows with the trainer
+running and paused in turn. Every request decodes plainly: a draft that gets better in between would hide the cost, and a trace
+teaches the same either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from livedraft.bench.http_client import Streamed, StreamingClient
+from livedraft.bench.serve import bench_prompts, running_server
+from livedraft.drafts.registry import Registry, read_status, set_control
+from livedraft.records import UserError
+from livedraft.tokenizer import Message
+
+ROUTE = "default"
+_CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
+_SETTLE_SECONDS = 3.0
+"""After a change of the control, before gaps count."""
+
+
+@dataclass(kw_only=True)
+class _Side:
+    gaps: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_train_tokens: int = 0
+
+
+def run(
+    *, level: str, load: float, windows: int, window_seconds: float, max_tokens: int, prompts_path: Path | None, model: str,
+    dtype: str, threads: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    prompts = bench_prompts(prompts_path, 400)
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "state"
+        options = ["--learn", level, "--state", str(state)]
+        with running_server(model, options, dtype=dtype, threads=threads) as address:
+            result = asyncio.run(_measure(address, state, prompts, load, windows, window_seconds, max_tokens))
+        promoted = [row for row in Registry(state).versions(ROUTE) if (row["decision"] or {}).get("promote")]
+    result |= {"level": level, "load": load, "windows": windows, "versions_promoted": len(promoted)}
+    print(file=sys.stderr)
+    print(json.dumps(result) if as_json else "\n".join(f"{name:>32}  {value}" for name, value in result.items()))
+
+
+async def _measure(
+    address: tuple[str, int, str], state: Path, prompts: list[list[Message]], load: float, windows: int,
+    window_seconds: float, max_tokens: int,
+) -> dict[str, Any]:  # fmt: skip
+    name = address[2]
+    bodies = (
+        {
+            "model": name, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "num_speculative_tokens": 0,
+        }
+        for messages in itertools.cycle(prompts)
+    )  # fmt: skip
+    set_control(state, "paused", 1)
+    capacity = await _capacity(address, bodies)
+    sides = {"off": _Side(), "on": _Side()}
+    chance = random.Random(0)
+    for number in range(2 * windows):
+        side = "on" if number % 2 else "off"
+        set_control(state, "paused", int(side == "off"))
+        await asyncio.sleep(_SETTLE_SECONDS)
+        print(f"\rwindow {number + 1} of {2 * windows}, learning {side:<4}", end="", file=sys.stderr, flush=True)
+        trained_before = read_status(state, "trainer").get("num_train_tokens", 0)
+        answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
+        sides[side].gaps += [gap for answer in answers for gap in answer.gaps]
+        sides[side].num_tokens += sum(answer.num_tokens for answer in answers)
+        # The trainer writes its status between steps; a last look a moment later misses nothing that counts.
+        await asyncio.sleep(_SETTLE_SECONDS)
+        sides[side].num_train_tokens += read_status(state, "trainer").get("num_train_tokens", 0) - trained_before
+    return _result(sides, capacity)
+
+
+async def _capacity(address: tuple[str, int, str], bodies: Any) -> float:
+    """Requests a second of a closed loop, learning paused."""
+    left = iter(range(_CAPACITY_REQUESTS))
+
+    async def client() -> None:
+        connection = StreamingClient(*address[:2])
+        for _ in left:
+            await connection.chat(next(bodies))
+        await connection.close()
+
+    connection = StreamingClient(*address[:2])  # warm up
+    await connection.chat(next(bodies))
+    await connection.close()
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(_CAPACITY_CLIENTS)))
+    return _CAPACITY_REQUESTS / (time.perf_counter() - started)
+
+
+async def _steady(
+    address: tuple[str, int, str], bodies: Any, requests_per_second: float, seconds: float, chance: random.Random
+) -> list[Streamed]:
+    """Poisson arrivals for `seconds`; waits for the last answer."""
+    free: list[StreamingClient] = []
+
+    async def one() -> Streamed:
+        connection = free.pop() if free else StreamingClient(*address[:2])
+        answer = await connection.chat(next(bodies))
+        free.append(connection)
+        return answer
+
+    tasks = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        tasks.append(asyncio.ensure_future(one()))
+        await asyncio.sleep(chance.expovariate(requests_per_second))
+    answers = list(await asyncio.gather(*tasks))
+    for connection in free:
+        await connection.close()
+    return answers
+
+
+def _result(sides: dict[str, _Side], capacity: float) -> dict[str, Any]:
+    off, on = sides["off"], sides["on"]
+    if not off.gaps or not on.gaps:
+        raise UserError("No token was served in a window; give longer windows.")
+    figures: dict[str, Any] = {"capacity_requests_per_second": round(capacity, 2)}
+    for percentile in (50, 99):
+        values = {name: 1000 * float(np.percentile(side.gaps, percentile)) for name, side in sides.items()}
+        figures[f"itl_p{percentile}_ratio"] = round(values["on"] / values["off"], 3)
+        figures |= {f"itl_ms_p{percentile}_{name}": round(value, 1) for name, value in values.items()}
+    return figures | {
+        "train_tokens_per_served_token": round(on.num_train_tokens / on.num_tokens, 2),
+        "tokens_on": on.num_tokens,
+        "tokens_off": off.num_tokens,
+    }
