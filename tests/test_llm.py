@@ -3,25 +3,9 @@
 import json
 
 import pytest
-import torch
-import transformers
 
 from livedraft import LLM, SamplingParams
 from livedraft.records import UserError
-from tests.hf_folder import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def neox_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("neox")
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        vocab_size=258, num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=48,
-        max_position_embeddings=256, eos_token_id=257,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def test_a_family_the_native_decoder_does_not_know_is_served_alone_and_as_a_draft(neox_folder, model_folder):

@@ -59,10 +59,14 @@ class OpenModel:
         )
 
 
+def is_native(model_path: Path) -> bool:
+    """Whether the native decoder reads it; only then can a draft be made of its layers and learn."""
+    return not model_path.is_dir() or read_json(model_path / "config.json").get("model_type") in NATIVE_FAMILIES
+
+
 def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:
     """Raises UserError when the path is wrong, a file is damaged, or the model is of a kind that cannot be served."""
-    is_folder = model_path.is_dir()
-    if is_folder and read_json(model_path / "config.json").get("model_type") not in NATIVE_FAMILIES:
+    if not is_native(model_path):
         hf_model, fingerprint = load_hf_model(model_path, path.dtype, path.device)
         eos = getattr(hf_model.config, "eos_token_id", None)
         return OpenModel(

@@ -9,6 +9,8 @@ import platformdirs
 
 from livedraft.drafts.registry import read_status
 from livedraft.llm import LLM
+from livedraft.models.open import is_native
+from livedraft.models.pull import resolve_model
 from livedraft.records import UserError
 from livedraft.server.openai_api import Served
 from livedraft.settings import Settings
@@ -21,7 +23,8 @@ def state_folder(settings: Settings) -> Path:
 def open_llm(settings: Settings, *, learn: bool) -> LLM:
     """Raises UserError or ValueError as `LLM`."""
     model = settings.model
-    can_learn = learn and model.draft != "none" and settings.speculation.method != "none"
+    is_plain = model.draft == "none" or settings.speculation.method == "none"
+    can_learn = learn and not is_plain and is_native(resolve_model(model.name))
     keeps_state = can_learn or model.state is not None
     return LLM(
         model.name,
@@ -81,6 +84,8 @@ def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:
     elif draft == "untrained":
         draft += " (the target's first layers; no trained version in the state folder)"
     learning = "off: nothing is stored"
+    if engine.draft is None and not llm.is_plain_by_choice:
+        learning += "; only drafts of Llama, Qwen2 and Qwen3 targets learn"
     if llm.capture is not None:
         learning = f'on: traces and drafts in {llm.state}; off with --no-learn, for one request with "store": false'
     return [

@@ -44,6 +44,14 @@ def test_no_learn_keeps_nothing(model_folder, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_target_whose_family_cannot_learn_is_served_plainly_and_says_so(neox_folder, tmp_path):
+    with serve(neox_folder, "--state", tmp_path / "state", "--dtype", "float32") as server:
+        assert "decodes plainly" in server.banner
+        assert "only drafts of Llama, Qwen2 and Qwen3 targets learn" in server.banner
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY, timeout=30)
+        assert answer.status_code == 200
+
+
 def test_settings_come_from_file_and_environment(model_folder, tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text("[engine]\nmax_num_seqs = 3\n[server]\nmax_queue = 1\nper_request_metrics = true\n")
