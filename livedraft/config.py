@@ -72,12 +72,16 @@ class LearningConfig:
     """How often the trainer takes its turn while requests run: seldom, sometimes, always. Idle compute it always uses."""
     loss: Loss = "hybrid"
     learning_rate: float = 3e-3
+    """At the start, and again when the traffic changes."""
+    decay_from_step: int = 80
+    """From here on the rate falls with the root of the steps, to a fifth at the lowest; 0 keeps it constant."""
     traces_per_chunk: int = 2
     """New requests gathered for one optimiser step (OSD's interval I, paper section 4)."""
     replay_per_new: int = 3
     """Old requests mixed in for each new one."""
-    averaging: float = 0.95
-    """Decay of the running average of the weights that candidates are made of; 0 offers the newest weights."""
+    averaging: float = 0.99
+    """Longest memory of the running average of the weights that candidates are made of: the last third of all steps, until
+    that is longer than this. 0 offers the newest weights."""
     max_passes: int = 4
     """At most this many copies of one prompt ever train."""
     traces_per_candidate: int = 12
@@ -99,6 +103,7 @@ class LearningConfig:
         _require(self.level in ("gentle", "on", "eager"), f"level must be gentle, on or eager, got {self.level!r}.")
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        _require(self.decay_from_step >= 0, f"decay_from_step must not be negative, got {self.decay_from_step}.")
         _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
         _require(self.positions in ("all", "rejected"), f"positions must be all or rejected, got {self.positions!r}.")
         for name in (

@@ -295,8 +295,8 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
 
 def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str], None]) -> ArmResult:
     """OSD, Algorithm 2: the buffer holds the positions whose proposal was rejected; every OSD_INTERVAL requests the draft takes
-    one step on it and it is emptied. No replay, no average, no gate."""
-    config = replace(learner.config, loss="forward_kl", averaging=0.0, positions="rejected")
+    one step on it and it is emptied. No replay, no average, no falling rate, no gate."""
+    config = replace(learner.config, loss="forward_kl", averaging=0.0, decay_from_step=0, positions="rejected")
     trainer = _trainer(learner, config)
     chance = np.random.default_rng(config.seed)
     result = ArmResult()

@@ -33,6 +33,8 @@ from livedraft.sampling import logits_to_probs
 
 ROWS_PER_CHUNK = 512
 """Rows of draft logits in memory at once."""
+_LOWEST_RATE = 0.2
+"""Of the starting rate."""
 _BETAS, _WEIGHT_DECAY, _MAX_GRADIENT_NORM = (0.9, 0.95), 0.0, 1.0
 
 
@@ -94,14 +96,18 @@ class Trainer:
             self.parameters.values(), lr=self.config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
         )
         self.averaged = {name: tensor.clone() for name, tensor in draft.tensors.items()}
-        self.num_steps = 0
+        self.num_steps = self.schedule_step = 0
         self._set_vocabulary(draft.draft_to_target_W)
 
     # --- surviving a kill ---------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything a step depends on: weights, their average, the optimiser's moments, the vocabulary."""
-        tensors = {"draft_to_target": self.draft_to_target_W, "num_steps": torch.tensor(self.num_steps)}
+        tensors = {
+            "draft_to_target": self.draft_to_target_W,
+            "num_steps": torch.tensor(self.num_steps),
+            "schedule_step": torch.tensor(self.schedule_step),
+        }
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors[f"averaged.{name}"] = self.averaged[name]
@@ -115,7 +121,7 @@ class Trainer:
         weights = {name: tensors[f"parameter.{name}"] for name in names}
         self.restart_from(DraftWeights(tensors=weights, draft_to_target_W=tensors["draft_to_target"]))
         self.averaged = {name: tensors[f"averaged.{name}"].clone() for name in names}
-        self.num_steps = int(tensors["num_steps"])
+        self.num_steps, self.schedule_step = int(tensors["num_steps"]), int(tensors["schedule_step"])
         for name in names if self.num_steps else ():
             parts = ("step", "exp_avg", "exp_avg_sq")
             self.optimizer.state[self.parameters[name]] = {part: tensors[f"{part}.{name}"].clone() for part in parts}
@@ -142,11 +148,14 @@ class Trainer:
         if not torch.isfinite(norm):  # one such step would make every weight NaN for good
             self.optimizer.zero_grad(set_to_none=True)
             raise BadStepError(f"the gradient is not finite (loss {loss_sum / total_positions})")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
+        self.schedule_step += 1
         # A short memory at first, or the average would cling to the untrained start.
-        decay = min(self.config.averaging, (1 + self.num_steps) / (4 + self.num_steps))
+        decay = min(self.config.averaging, (1 + self.schedule_step) / (4 + self.schedule_step))
         for name, parameter in self.parameters.items():
             self.averaged[name].lerp_(parameter.detach(), 1.0 - decay)
         return StepReport(
@@ -155,6 +164,19 @@ class Trainer:
             num_positions=total_positions,
             num_skipped=total_positions - num_taught,
         )
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the coming step. Constant first, then falling with the root of the steps: a constant rate learns fast at the start
+        of a stream and then stands still in its own noise (docs/experiments.md)."""
+        start = self.config.decay_from_step
+        if start == 0 or self.schedule_step < start:
+            return self.config.learning_rate
+        return self.config.learning_rate * max(_LOWEST_RATE, (start / (self.schedule_step + 1)) ** 0.5)
+
+    def restart_schedule(self) -> None:
+        """The traffic has changed: the full rate and a short average again, the weights and their moments kept."""
+        self.schedule_step = 0
 
     def _accumulate_gradients(
         self, batch: TrainBatch, weights: DecoderWeights, total_positions: int

@@ -24,7 +24,7 @@ import random
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +48,10 @@ from livedraft.records import DraftVersion, UserError
 POLL_SECONDS = 0.1
 BUSY_PAUSE_SECONDS = {"gentle": 2.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
+DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
+"""Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""
+DRIFT_TRACES = 64
+"""New requests after a drift that train with one replayed request each instead of replay_per_new."""
 CHECKPOINT_SECONDS = 60.0
 MAX_BAD_STEPS = 3
 """Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
@@ -79,6 +83,9 @@ class Worker:
         self.controls = read_controls(state)
         self.num_bad_steps = 0
         self.last_problem = ""
+        self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
+        self.num_drifts = 0
+        self._num_after_drift = DRIFT_TRACES
         self.vocabulary = VocabularyUse(model_config.vocabulary_size)
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
@@ -202,6 +209,7 @@ class Worker:
                 continue  # served without a draft, or by one that is gone
             for example, score in zip(examples, self._scores(version, examples), strict=True):
                 found[example.trace_id] = (score.alpha, score.alpha_served)
+        self._watch_for_drift([alpha for alpha, _ in (found[trace_id] for trace_id in sorted(found))])
         self.store.record_alpha(found)
         for row, example in batch:
             if row.is_held_out:
@@ -211,6 +219,20 @@ class Worker:
             elif self.copies[example.prompt_key] + len(self._waiting(example)) < self.config.max_passes:
                 self.fresh.append(example)
         return True
+
+    def _watch_for_drift(self, alphas: Sequence[float]) -> None:
+        """The traffic changed when the served draft is suddenly worse: then learn at the full rate, from what is new."""
+        self.recent_alphas.extend(alphas)
+        if len(self.recent_alphas) < DRIFT_SHORT + DRIFT_LONG // 2:
+            return
+        recent = list(self.recent_alphas)
+        before, now = recent[:-DRIFT_SHORT], recent[-DRIFT_SHORT:]
+        if sum(now) / len(now) < DRIFT_RATIO * sum(before) / len(before):
+            self.trainer.restart_schedule()
+            self.recent_alphas.clear()
+            self.num_drifts += 1
+            self._num_after_drift = 0
+            self._status = ""  # report it
 
     def _waiting(self, example: Example) -> list[Example]:
         """Copies of the same prompt that are still to be trained on."""
@@ -223,7 +245,10 @@ class Worker:
             self.vocabulary.add(example)
         if self.trainer.num_steps == 0:
             self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))
-        batch = [*new, *self._replayed(self.config.replay_per_new * len(new))]
+        is_drifting = self._num_after_drift < DRIFT_TRACES
+        self._num_after_drift += len(new)
+        replay_per_new = min(1, self.config.replay_per_new) if is_drifting else self.config.replay_per_new
+        batch = [*new, *self._replayed(replay_per_new * len(new))]
         self._step(batch)
         for example in new:
             self.examples[example.trace_id] = example
@@ -403,6 +428,7 @@ class Worker:
             "train_seconds": round(self.train_seconds, 3),
             "train_flops": self.trainer.flops,
             "in_service": self.in_service.id,
+            "num_drifts": self.num_drifts,
             "last_problem": self.last_problem,
         }
         write_status(self.state, "trainer", fields)

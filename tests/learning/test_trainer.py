@@ -177,3 +177,20 @@ def test_micro_batches_respect_the_limit_and_lose_nothing(examples):
     batches = micro_batches(examples, 100)
     assert sum(len(batch) for batch in batches) == len(examples)
     assert all(len(batch) * max(e.num_tokens for e in batch) <= 100 for batch in batches)
+
+
+def test_the_rate_is_constant_then_falls_with_the_root_of_the_steps_and_restarts():
+    made = trainer(decay_from_step=4)
+    examples = [example_from_trace(trace, n) for n, trace in enumerate(served_traces(2))]
+    rates = []
+    for _ in range(16):
+        rates.append(made.learning_rate)
+        made.step(examples)
+    assert rates[:4] == [3e-3] * 4
+    assert rates[15] == pytest.approx(3e-3 * 0.5)
+    assert rates == sorted(rates, reverse=True)
+    made.schedule_step = 10**6
+    assert made.learning_rate == pytest.approx(3e-3 * 0.2)
+    made.restart_schedule()
+    assert made.learning_rate == 3e-3
+    assert trainer(decay_from_step=0, learning_rate=1e-3).learning_rate == 1e-3

@@ -305,3 +305,27 @@ def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longe
     made._yield_flag[0] = 1
     made._between()
     assert now[0] == pytest.approx(longest, abs=0.02)
+
+
+def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
+    made = worker(state)
+    serve_into(state, 30)
+    made._read_new_traces()
+    made._score_new()
+    made.recent_alphas.clear()
+    batches, right = [], made.trainer.step
+    made.trainer.step = lambda batch, between: (batches.append(len(batch)), right(batch, between))[1]
+    for start in range(0, 20, 4):
+        made._train(made.fresh[start : start + 4])
+    assert batches[-1] == 16  # four new and three replayed for each
+    made._watch_for_drift([0.5] * 80)
+    assert made.num_drifts == 0
+    made._watch_for_drift([0.45] * 16)
+    assert made.num_drifts == 0
+    made._watch_for_drift([0.2] * 16)
+    assert made.num_drifts == 1
+    assert made.trainer.schedule_step == 0
+    made._train(made.fresh[20:24])
+    assert batches[-1] == 8  # one replayed for each
+    made._watch_for_drift([0.2] * 20)
+    assert made.num_drifts == 1
