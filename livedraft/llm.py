@@ -7,12 +7,11 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -22,12 +21,11 @@ import torch
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.device import (
     ExecutionPath,
-    available_memory_bytes,
     choose_execution_path,
     num_available_cores,
     use_threads,
 )
-from livedraft.drafts.registry import Registry, new_version_id, read_controls, write_status
+from livedraft.drafts.registry import Registry, lock_state, new_version_id, read_controls, write_status
 from livedraft.drafts.weights import (
     DraftWeights,
     check_against_target,
@@ -39,8 +37,8 @@ from livedraft.drafts.weights import (
 )
 from livedraft.engine.engine import Engine
 from livedraft.engine.loop import EngineLoop
-from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
+from livedraft.engine.slots import within_memory, within_model
 from livedraft.engine.swap import SwapWatcher
 from livedraft.events import Events
 from livedraft.learning.capture import Capture, conversation_key, load_secret
@@ -130,12 +128,12 @@ class LLM:
         opened = open_model(model_path, self.path)
         self.target_fingerprint = opened.fingerprint
         self.tokenizer = _tokenizer_of(model_path, opened)
-        config = _within_model(config, opened.max_positions)
-        self._engine_config = _within_memory(config, opened, self.path, self._speculation, self.events)
+        config = within_model(config, opened.max_positions)
+        self._engine_config = within_memory(config, opened, self.path, self._speculation, self.events)
         self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
         self.state = state
         if self.state is not None:
-            self._state_lock = _lock(self.state)
+            self._state_lock = lock_state(self.state)
         self.registry = None if self.state is None else Registry(self.state)
         self._target = opened.runtime(
             self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
@@ -321,10 +319,6 @@ class LLM:
         costs = self.engine.costs.target_seconds_by_rows
         return 2.0 * self.num_parameters * max(rows / seconds for rows, seconds in costs.items())
 
-    def contender(self, version: str | None, sampling: SamplingParams) -> Contender:
-        """This engine with a given draft version resident, or plain (None): for comparing speeds on the same weights."""
-        return Contender(self, self.resident_draft(version) if version else None, sampling)
-
     # --- drafts -----------------------------------------------------------------------------------------------------
 
     def resident_draft(self, version_id: str) -> DraftModel:
@@ -473,31 +467,6 @@ class LLM:
         self.close()
 
 
-class Contender:
-    """Answers one tokenised prompt at a time, nothing stored, and counts its own speculation."""
-
-    def __init__(self, llm: LLM, draft: DraftModel | None, sampling: SamplingParams) -> None:
-        self._llm, self._draft, self._sampling = llm, draft, sampling
-        self._lengths = llm.engine.new_length_policy(llm.prior_of(draft))
-        self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
-        self.stats = SpeculationStats()
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """What the cost model chooses at batch 1 after what was seen."""
-        return self._lengths.best(1) if self._draft else 0
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        engine = self._llm.engine
-        before = engine.draft, engine.lengths, engine.stats, engine.prefixes
-        engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
-        engine.prefixes = self._no_reuse
-        try:
-            return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
-        finally:
-            engine.draft, engine.lengths, engine.stats, engine.prefixes = before
-
-
 def _is_whole_model(draft: str) -> bool:
     return (Path(draft) / "config.json").exists() or draft.endswith(".gguf")
 
@@ -524,56 +493,3 @@ def _tokenizer_of(model_path: Path, opened: OpenModel) -> Tokenizer:
             "they do not belong together."
         )
     return tokenizer
-
-
-def _within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
-    if config.max_model_len <= max_positions:
-        return config
-    if config.max_model_len != EngineConfig().max_model_len:
-        raise ValueError(f"max_model_len is {config.max_model_len}, but the model's context ends at {max_positions}.")
-    return replace(config, max_model_len=max_positions)
-
-
-def _within_memory(
-    config: EngineConfig, opened: OpenModel, path: ExecutionPath, speculation: SpeculationConfig, events: Events
-) -> EngineConfig:
-    """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
-    num_draft_layers = speculation.num_draft_layers if speculation.method != "none" else 0
-    slot_bytes = opened.kv_bytes_per_position(path, num_draft_layers) * config.max_model_len
-    budget = available_memory_bytes() / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
-    num_slots = int(budget // slot_bytes)
-    if num_slots < 1:
-        raise UserError(
-            f"One request of {config.max_model_len} tokens needs {slot_bytes / 2**30:.2f} GiB of KV memory and the budget is "
-            f"{budget / 2**30:.2f}; lower max_model_len or raise kv_cache_gb."
-        )
-    if num_slots >= config.max_num_seqs + config.num_prefix_slots:
-        return config
-    num_prefix_slots = min(config.num_prefix_slots, num_slots // 4)
-    fitting = replace(
-        config, max_num_seqs=min(config.max_num_seqs, num_slots - num_prefix_slots), num_prefix_slots=num_prefix_slots
-    )
-    events.emit(
-        "slots_reduced",
-        max_num_seqs=fitting.max_num_seqs,
-        asked=config.max_num_seqs,
-        gib_a_slot=round(slot_bytes / 2**30, 3),
-        budget_gib=round(budget / 2**30, 2),
-    )
-    return fitting
-
-
-def _lock(state: Path) -> TextIO:
-    """One process owns a state folder; the lock goes with it."""
-    file = None
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        file = (state / "lock").open("w")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if file is not None:
-            file.close()
-        if isinstance(error, BlockingIOError):
-            raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
-        raise UserError(f"The state folder {state} cannot be used ({error.strerror}); give another --state.") from error
-    return file

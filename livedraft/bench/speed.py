@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
+from livedraft.bench.contender import Contender
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.reference import transformers_model
 from livedraft.bench.same_output import compare_outputs
-from livedraft.llm import LLM, Contender
+from livedraft.llm import LLM
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import SamplingParams
@@ -40,9 +41,9 @@ def run(
         version = llm.engine.draft_version if llm.engine.draft else None
         report(f"{llm.path.description}; draft: {version}\n")
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
-        speculative = llm.contender(version, sampling) if version else None
+        speculative = Contender(llm, version, sampling) if version else None
         contenders: dict[str, Callable[[list[int]], list[int]]] = {
-            "plain": llm.contender(None, sampling),
+            "plain": Contender(llm, None, sampling),
             "transformers": transformers_generate(llm, model, max_tokens),
         }
         if speculative is not None:

@@ -21,6 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 from livedraft.bench.alternate import Timing, alternate
+from livedraft.bench.contender import Contender
 from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.config import EngineConfig, LearningConfig
@@ -200,7 +201,7 @@ def _compare(
     sampling = SamplingParams(max_tokens=HELD_OUT_MAX_TOKENS)
     token_ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     contenders = {
-        name: llm.contender(version, sampling)
+        name: Contender(llm, version, sampling)
         for name, version in (("plain", None), ("untrained", UNTRAINED), ("learned", learned_version))
     }
     for contender in contenders.values():

@@ -9,6 +9,7 @@ thread.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from livedraft.records import DraftVersion, UserError
 
@@ -265,6 +266,22 @@ class Registry:
 def new_version_id(number: int) -> str:
     """Readable in a table, unique across restarts."""
     return f"v{number:04d}-{uuid.uuid4().hex[:6]}"
+
+
+def lock_state(state: Path) -> TextIO:
+    """One process owns a state folder; the lock goes with it."""
+    file = None
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        file = (state / "lock").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if file is not None:
+            file.close()
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"Another livedraft is using {state}; stop it or give another --state.") from error
+        raise UserError(f"The state folder {state} cannot be used ({error.strerror}); give another --state.") from error
+    return file
 
 
 def fsync_path(path: Path) -> None:

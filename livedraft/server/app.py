@@ -29,7 +29,8 @@ from livedraft.server.errors import ApiError, error_body, error_response, from_v
 from livedraft.server.gate import Gate, Receive, Scope, Send
 from livedraft.server.handover import Handover, Queue
 from livedraft.server.metrics import Metrics
-from livedraft.server.openai_api import Job, Served, chat_job, completion_job
+from livedraft.server.openai_api import Served, chat_job, completion_job
+from livedraft.server.responses import Job
 from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest, Sampled
 
 logger = logging.getLogger("livedraft")

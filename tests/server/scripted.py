@@ -35,6 +35,7 @@ class ScriptedBackend:
         self.tokenizer, self.text, self.holds, self.fails = tokenizer, text, holds, fails
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
+        self.threads: list[threading.Thread] = []
         self.is_closed = False
 
     def check(self, request: Request) -> None:
@@ -43,7 +44,8 @@ class ScriptedBackend:
 
     def submit(self, request: Request, deliver) -> None:
         self.requests.append(request)
-        threading.Thread(target=self._speak, args=(deliver,)).start()
+        self.threads.append(threading.Thread(target=self._speak, args=(deliver,)))
+        self.threads[-1].start()
 
     def _speak(self, deliver) -> None:
         token_ids: Sequence[int] = self.tokenizer.encode_text(self.text)
@@ -65,6 +67,8 @@ class ScriptedBackend:
         return dict.fromkeys(names, 0) | {"finished": {"stop": 3}, "speculation": [], "draft_version": "v1"}
 
     def close(self) -> None:
+        for thread in self.threads:
+            thread.join()
         self.is_closed = True
 
 

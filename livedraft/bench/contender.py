@@ -1,0 +1,35 @@
+"""One engine, several ways to answer: the same weights and cache, another draft."""
+
+from __future__ import annotations
+
+from livedraft.engine.prefix_cache import PrefixCache
+from livedraft.llm import LLM
+from livedraft.records import SamplingParams
+from livedraft.speculation.stats import SpeculationStats
+
+
+class Contender:
+    """Answers one tokenised prompt at a time, nothing stored, and counts its own speculation."""
+
+    def __init__(self, llm: LLM, version: str | None, sampling: SamplingParams) -> None:
+        """`version` as `LLM.resident_draft` takes it; None decodes plainly."""
+        draft = llm.resident_draft(version) if version else None
+        self._llm, self._draft, self._sampling = llm, draft, sampling
+        self._lengths = llm.engine.new_length_policy(llm.prior_of(draft))
+        self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
+        self.stats = SpeculationStats()
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """What the cost model chooses at batch 1 after what was seen."""
+        return self._lengths.best(1) if self._draft else 0
+
+    def __call__(self, prompt: list[int]) -> list[int]:
+        engine = self._llm.engine
+        before = engine.draft, engine.lengths, engine.stats, engine.prefixes
+        engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
+        engine.prefixes = self._no_reuse
+        try:
+            return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+        finally:
+            engine.draft, engine.lengths, engine.stats, engine.prefixes = before
