@@ -120,7 +120,8 @@ class Worker:
         self._report("waiting for traces")
         while True:
             if not self.turn():
-                self._report("waiting for traces")
+                if not self.controls["paused"]:
+                    self._report("waiting for traces")
                 time.sleep(POLL_SECONDS)
 
     def turn(self) -> bool:
