@@ -6,6 +6,7 @@ It runs on the cores of the server it measures, so a general HTTP library's cost
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -31,16 +32,18 @@ class StreamingClient:
 
     async def chat(self, body: dict[str, Any]) -> Streamed:
         """Raises UserError when the server refuses."""
-        if self._writer is None or self._reader is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
         payload = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(payload)}\r\n\r\n"
         )
         started = last = time.perf_counter()
-        self._writer.write(head.encode() + payload)
-        status = await self._reader.readline()
+        status = await self._ask(head.encode() + payload)
+        if not status:  # the server had closed an idle connection
+            await self.close()
+            started = last = time.perf_counter()
+            status = await self._ask(head.encode() + payload)
+        assert self._reader is not None
         if b" 200 " not in status:
             raise UserError(f"The server answered {status.decode().strip()}.")
         result = Streamed()
@@ -67,7 +70,19 @@ class StreamingClient:
         result.num_tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
         return result
 
+    async def _ask(self, request: bytes) -> bytes:
+        """The answer's status line; empty when the connection was closed before."""
+        if self._writer is None or self._reader is None:
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            self._writer.write(request)
+            return await self._reader.readline()
+        except ConnectionError:
+            return b""
+
     async def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            await self._writer.wait_closed()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+        self._reader = self._writer = None
