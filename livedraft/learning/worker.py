@@ -81,6 +81,8 @@ class Worker:
             max_positions=max_positions,
         )
         self.controls = read_controls(state)
+        self.is_asked = False
+        """`learn now` was said and no candidate has been frozen since: turns that score or test must not lose it."""
         self.num_bad_steps = 0
         self.last_problem = ""
         self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
@@ -126,7 +128,7 @@ class Worker:
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to do."""
-        is_asked = self._heed_controls()
+        self._heed_controls()
         if self.controls["paused"]:
             self._report("paused")
             return False
@@ -136,7 +138,7 @@ class Worker:
             return True
         self._checkpoint_now_and_then()
         num_needed = max(self.config.traces_per_candidate, self.num_trained // 4)
-        is_due = self.candidate is None and self.num_since_candidate >= (1 if is_asked else num_needed)
+        is_due = self.candidate is None and self.num_since_candidate >= (1 if self.is_asked else num_needed)
         if is_due and self._is_enough(self._evidence(self.newest_trained_id)):
             self._freeze_candidate()
         elif len(self.fresh) >= self.config.traces_per_chunk:
@@ -148,12 +150,12 @@ class Worker:
             self._freeze_candidate()  # idle: offer what there is, and wait for evidence
         return True
 
-    def _heed_controls(self) -> bool:
-        """What an operator asked for since the last turn; True when it is a candidate now."""
+    def _heed_controls(self) -> None:
+        """What an operator asked for since the last turn."""
         before, self.controls = self.controls, read_controls(self.state)
         if self.controls["forget"] != before["forget"]:
             self._forget_deleted()
-        return self.controls["now"] != before["now"]
+        self.is_asked = self.is_asked or self.controls["now"] != before["now"]
 
     def _forget_deleted(self) -> None:
         """Traces that are gone from the store leave everything kept here. Weights already trained cannot be unlearnt."""
@@ -329,6 +331,7 @@ class Worker:
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
         self._keep(version.id, weights)
         self.candidate = version
+        self.is_asked = False
         self.num_since_candidate = 0
         # A version boundary: from here on the copy in training says what the traffic says now.
         self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))

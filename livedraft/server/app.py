@@ -68,6 +68,9 @@ class Server:
         if self.phase == "loading":
             self.phase = "ready"
 
+    def stop_preparing(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
     def drain(self) -> None:
         """From now on nothing new is taken; what runs goes on."""
         self.phase = "draining"
@@ -268,6 +271,7 @@ def create_app(server: Server) -> FastAPI:
         yield
         if not loading.done():
             await asyncio.wait({loading})
+        server.stop_preparing()
         if server.served is not None:
             await run_in_threadpool(server.served.close)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from livedraft.drafts.registry import read_status
+from livedraft.drafts.registry import read_controls, read_status
 from livedraft.llm import LLM
 from livedraft.models.open import is_native
 from livedraft.models.pull import resolve_model
@@ -88,6 +88,8 @@ def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:
         learning += "; only drafts of Llama, Qwen2 and Qwen3 targets learn"
     if llm.capture is not None:
         learning = f'on: traces and drafts in {llm.state}; off with --no-learn, for one request with "store": false'
+        if llm.state is not None and read_controls(llm.state)["paused"]:
+            learning += "; training is paused, go on with: livedraft learn resume"
     return [
         ("model", f"{name}, {llm.num_parameters / 1e6:.0f} M parameters, {llm.path.description}"),
         ("draft", draft),

@@ -233,6 +233,9 @@ def test_paused_is_paused_and_now_is_now(state):
     assert made.trainer.num_steps > 0
     assert made.num_candidates == 0
     set_control(state, "now")
+    serve_into(state, 1, first=80)  # the next turn scores, and must not lose what was asked
+    assert made.turn()
+    assert made.num_candidates == 0
     run_until_idle(made)
     assert made.num_candidates == 1
 
