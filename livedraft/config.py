@@ -7,6 +7,8 @@ from typing import Literal
 
 Loss = Literal["forward_kl", "neg_log_alpha", "hybrid"]
 LOSSES: tuple[Loss, ...] = ("forward_kl", "neg_log_alpha", "hybrid")
+LEARNING_RATES = (3e-3, 1e-3)
+"""What a stream's own rate is chosen from where none is given."""
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -71,8 +73,10 @@ class LearningConfig:
     level: Literal["gentle", "on", "eager"] = "gentle"
     """How often the trainer takes its turn while requests run: seldom, sometimes, always. Idle compute it always uses."""
     loss: Loss = "hybrid"
-    learning_rate: float = 3e-3
-    """At the start, and again when the traffic changes."""
+    learning_rate: float | None = None
+    """At the start, and again when the traffic changes; None tries a few rates on the first requests and keeps the best."""
+    warmup_steps: int = 0
+    """First steps, over which the rate rises to its full height."""
     decay_from_step: int = 80
     """From here on the rate falls with the root of the steps, to a fifth at the lowest; 0 keeps it constant."""
     traces_per_chunk: int = 2
@@ -94,7 +98,14 @@ class LearningConfig:
     """Tokens in one forward and backward; short enough that the trainer can yield between two."""
     positions: Literal["all", "rejected"] = "all"
     """Which output positions teach; `rejected` is OSD's own variant: the correction of each round."""
+    select_fraction: float = 1.0
+    """Share of the positions that teach, chosen by AdaSPEC's rule; 1 keeps all."""
     seed: int = 0
+    memory_only: bool = False
+    """Traces live in memory (tmpfs) and are gone when the server ends."""
+    redact: str | None = None
+    """A function `module:name` that is asked about every trace before it is stored: f(prompt, output) returns how many
+    characters of the output may be kept, 0 for nothing at all, None for everything."""
     max_store_gb: float = 2.0
     """Traces on disk; the oldest go first."""
     max_trace_age_days: float = 30.0
@@ -102,7 +113,14 @@ class LearningConfig:
     def __post_init__(self) -> None:
         _require(self.level in ("gentle", "on", "eager"), f"level must be gentle, on or eager, got {self.level!r}.")
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
-        _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        rate = self.learning_rate
+        _require(rate is None or 0.0 < rate < 1.0, f"learning_rate must lie in (0, 1) or be left out, got {rate}.")
+        _require(self.warmup_steps >= 0, f"warmup_steps must not be negative, got {self.warmup_steps}.")
+        _require(0.0 < self.select_fraction <= 1.0, f"select_fraction must lie in (0, 1], got {self.select_fraction}.")
+        _require(
+            self.redact is None or self.redact.count(":") == 1,
+            f"redact must name a function as module:name, got {self.redact!r}.",
+        )
         _require(self.decay_from_step >= 0, f"decay_from_step must not be negative, got {self.decay_from_step}.")
         _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
         _require(self.positions in ("all", "rejected"), f"positions must be all or rejected, got {self.positions!r}.")
@@ -118,6 +136,14 @@ class LearningConfig:
         for name in ("max_store_gb", "max_trace_age_days"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
+
+
+OSD_SETTINGS: dict[str, object] = {
+    "loss": "forward_kl", "positions": "rejected", "traces_per_chunk": 8, "replay_per_new": 0, "max_passes": 1,
+    "averaging": 0.0, "decay_from_step": 0, "learning_rate": 3e-3,
+}  # fmt: skip
+"""LearningConfig as Online Speculative Decoding has it (Algorithm 2): rejected positions only, one update every 8 requests, the
+buffer emptied. The gate stays, and something has to be drafted for something to be rejected: fix num_speculative_tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +177,8 @@ class ServerConfig:
     """The name clients use; None is the model as it was given."""
     api_keys: tuple[str, ...] = ()
     """Any of these opens /v1; none leaves it open."""
+    admin_key: str | None = None
+    """Opens /admin; without one it is closed."""
     max_queue: int = 256
     """Completions that may wait for a slot; more are answered 429."""
     max_request_bytes: int = 4_000_000
@@ -164,6 +192,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, f"port must lie in 0..65535, got {self.port}.")
         _require(all(self.api_keys), "api_keys must not hold an empty key; leave it out.")
+        _require(self.admin_key != "", "admin_key must not be empty; leave it out to keep /admin closed.")
+        _require(
+            self.admin_key is None or self.admin_key not in self.api_keys,
+            "admin_key must not be one of api_keys: whoever may ask must not be able to promote drafts.",
+        )
         _require(self.max_queue >= 0, f"max_queue must not be negative, got {self.max_queue}.")
         for name in ("max_request_bytes", "request_timeout_seconds", "drain_timeout_seconds"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")

@@ -36,3 +36,49 @@ class Events:
                 logger.exception("An event listener failed on %s and is dropped.", name)
                 with self._lock:
                     self._listeners = [kept for kept in self._listeners if kept is not listener]
+
+
+_SENTENCES = {
+    "draft_swapped": "Draft {version} serves now; before it was {previous}.",
+    "draft_refused": "Draft {version} was refused: {reason}",
+    "draft_failed": "Draft {version} failed and drafts no more: {reason}",
+    "draft_rolled_back": "Draft {version} was worse live and was rolled back to {previous}: {watch}.",
+    "draft_limit_passed": "Request {request} went past the draft's limit of {limit} tokens and decodes plainly.",
+    "trial_started": "Draft {version} is compared live with {against}; {share:.0%} of the requests make the difference.",
+    "canary_confirmed": "Draft {version} did well as a canary and takes over from {previous}: {watch}.",
+    "watch_ended": "Draft {version} has shown that it is no worse than {previous}: {watch}.",
+    "candidate_passed": "Candidate {version} passed the gate: {reason}.",
+    "candidate_rejected": "Candidate {version} was rejected by the gate: {reason}.",
+    "promoted_by_operator": "{by} put draft {version} into service.",
+    "rolled_back_by_operator": "{by} took draft {version} out of service.",
+    "learning_paused": "Learning was paused.",
+    "learning_resumed": "Learning goes on.",
+    "training_restarted": "Training starts again from {version}, because {reason}; next candidate after "
+    "{next_candidate_after} requests.",
+    "training_problem": "Training met a problem: {reason}",
+    "rate_chosen": "The learning rate {rate:g} suits this traffic best.",
+    "drift": "The traffic changed: acceptance fell from {before:.2f} to {alpha:.2f}; training prefers what is new.",
+    "trainer_died": "The training process died (exit code {exit_code}); serving goes on. {last_words}",
+    "swap_failed": "The registry could not be read: {reason}",
+    "shards_set_aside": "{num_shards} damaged trace files were set aside.",
+    "traces_dropped": "{num_traces} traces were dropped: {reason}",
+    "traces_expired": "{num_traces} traces were too old, or too many, and are deleted.",
+    "traces_deleted": "{num_traces} traces were deleted on request.",
+    "traces_found": "{num_traces} traces whose rows were lost in a crash are known again.",
+    "versions_found": "Drafts that were lost in a crash are known again: {versions}.",
+    "database_damaged": "The database was damaged and has been rebuilt; the old file is kept as {kept_as}.",
+    "redaction_failed": "A trace was not kept because the redaction function failed: {reason}",
+    "clock_jumped": "The clock was set by {seconds} s; for an hour nothing is deleted for its age.",
+    "round_failed": "A round failed and its requests were answered with an error: {reason}",
+    "request_failed": "Request {request} failed: {reason}",
+    "slots_reduced": "Memory holds {max_num_seqs} requests together instead of {asked}.",
+}
+
+
+def described(event: Event) -> str:
+    """One sentence for people; an event without one is shown as it is."""
+    try:
+        return _SENTENCES[event["event"]].format(**event)
+    except (KeyError, ValueError, TypeError):
+        fields = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time", "id"))
+        return f"{event['event'].replace('_', ' ').capitalize()}: {fields}." if fields else event["event"]

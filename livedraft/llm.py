@@ -25,7 +25,7 @@ from livedraft.device import (
     num_available_cores,
     use_threads,
 )
-from livedraft.drafts.registry import Registry, lock_state, new_version_id, read_controls, write_status
+from livedraft.drafts.registry import Registry, lock_state, new_version_id
 from livedraft.drafts.weights import (
     DraftWeights,
     check_against_target,
@@ -43,20 +43,20 @@ from livedraft.engine.swap import SwapWatcher
 from livedraft.events import Events
 from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
-from livedraft.learning.store import TraceStore
+from livedraft.learning.redaction import load_redactor, redacted
+from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
 from livedraft.models.decoder import Decoder
 from livedraft.models.open import OpenModel, open_model
 from livedraft.models.pull import resolve_model
-from livedraft.records import DraftVersion, Request, SamplingParams, UserError, text_token_ids
+from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.tokenizer import Message, TextStream, Tokenizer, load_tokenizer
+from livedraft.upkeep import Upkeep
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Plain text, chat messages (the model's template is applied), or token ids."""
 ROUTE = "default"
-_REPORT_SECONDS, _LIMIT_SECONDS = 2.0, 30.0
-"""How often the serving process writes its status, and looks whether traces are too many or too old."""
 UNTRAINED = "untrained"
 """The version name of a draft made of the target's first layers."""
 _BARE_PRIOR = 0.05
@@ -108,12 +108,11 @@ class LLM:
         if learn and not self._learns:
             raise ValueError("learn needs a draft to train; leave out draft='none' and method='none'.")
         self._request_numbers = itertools.count()
-        self._forget_seen = 0
-        self._reported_at = self._limited_at = 0.0
         self._loop: EngineLoop | None = None
         self._state_lock: TextIO | None = None
         self.capture: Capture | None = None
         self.swap: SwapWatcher | None = None
+        self.upkeep: Upkeep | None = None
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
         self.path: ExecutionPath = choose_execution_path(dtype, device)
@@ -135,6 +134,12 @@ class LLM:
         if self.state is not None:
             self._state_lock = lock_state(self.state)
         self.registry = None if self.state is None else Registry(self.state)
+        if self.state is not None:
+            if self._learns and self.learning.memory_only:
+                keep_in_memory(self.state)
+            else:
+                clear_memory(self.state)  # what a killed process left
+            self.upkeep = Upkeep(self.state, config=self.learning, events=self.events)
         self._target = opened.runtime(
             self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
         )
@@ -145,8 +150,10 @@ class LLM:
         self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
         self._untrained = self._make_untrained(opened, draft)
         resident = self._first_draft(draft)
-        self._secret = load_secret(self.state) if self.state is not None else os.urandom(32)
-        self.capture = Capture(TraceStore(self.state), self.events) if self._learns and self.state else None
+        # The key of the hashes by which conversations and clients are known.
+        self.secret = load_secret(self.state) if self.state is not None else os.urandom(32)
+        if self._learns and self.state is not None:
+            self.capture = Capture(TraceStore(self.state), self.events, redact=self._redaction())
         self.engine = Engine(
             self._target,
             resident,
@@ -160,15 +167,15 @@ class LLM:
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
         if self._learns and self.state is not None and self.registry is not None:
+            assert self.upkeep is not None
+            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
             self.swap = SwapWatcher(
                 self.engine,
                 self.registry,
                 route=ROUTE,
                 build=lambda version: self.resident_draft(version.id),
                 events=self.events,
-                target_fingerprint=self.target_fingerprint,
-                serving=self.engine.draft_version,
-                after_look=self._after_look,
+                after_look=self.upkeep.look,
             )
             self.trainer = TrainerProcess(
                 worker_command(
@@ -225,8 +232,8 @@ class LLM:
             sampling=sampling or SamplingParams(),
             route=ROUTE,
             store=store,
-            conversation_key=conversation_key(root, self._secret),
-            client_key=conversation_key([client], self._secret) if client else "",
+            conversation_key=conversation_key(root, self.secret),
+            client_key=conversation_key([client], self.secret) if client else "",
         )
 
     def loop(self) -> EngineLoop:
@@ -281,26 +288,6 @@ class LLM:
     def kv_gib(self) -> float:
         """KV memory when every slot is full."""
         return self._num_slots * self._slot_bytes / 2**30
-
-    def _after_look(self) -> None:
-        """On the swap watcher's thread, several times a second: heed an operator's deletions, keep the store within its limits,
-        say what serving has used."""
-        assert self.state is not None
-        controls = read_controls(self.state)
-        if controls["forget"] != self._forget_seen:
-            self._forget_seen = controls["forget"]
-            self.engine.forget_prefixes()
-        now = time.monotonic()
-        if now - self._reported_at > _REPORT_SECONDS:
-            self._reported_at = now
-            write_status(self.state, "serving", self.serving_report())
-        if now - self._limited_at > _LIMIT_SECONDS:
-            self._limited_at = now
-            removed = TraceStore(self.state).enforce_limits(
-                max_bytes=self.learning.max_store_gb * 2**30, max_age_seconds=self.learning.max_trace_age_days * 86400
-            )
-            if removed:
-                self.events.emit("traces_expired", num_traces=removed)
 
     def serving_report(self) -> dict[str, Any]:
         """What serving has used, for the share that training takes."""
@@ -368,11 +355,15 @@ class LLM:
         folder = Path(version_id)
         if (folder / "draft.safetensors").exists():
             return load_draft(folder / "draft.safetensors")
-        if self.registry is None or not self.registry.weights_path(version_id).exists():
+        manifest = self.registry.manifest(version_id) if self.registry else {}
+        if self.registry is None or not manifest:
             raise UserError(
                 f"There is no draft {version_id!r}: neither a version in the state folder nor a draft's folder."
             )
-        return load_draft(self.registry.weights_path(version_id))
+        version = DraftVersion(**manifest)
+        if version.target_fingerprint != self.target_fingerprint:
+            raise UserError(f"Version {version.id} was trained for another target ({version.target_fingerprint}).")
+        return self.registry.load(version)
 
     def _make_untrained(self, opened: OpenModel, draft: str) -> DraftWeights | None:
         """While the target's plain tensors are still at hand."""
@@ -399,9 +390,25 @@ class LLM:
             raise UserError(
                 f"The drafts in {self.state} were trained for another target; give another --state or the target they know."
             )
-        if version is None and self._learns:
-            version = self._publish_untrained()
-        return self.resident_draft(version.id if version else UNTRAINED)
+        resident = self._last_good_draft(version)
+        if resident is not None:
+            return resident
+        return self.resident_draft(self._publish_untrained().id if self._learns else UNTRAINED)
+
+    def _last_good_draft(self, version: DraftVersion | None) -> DraftModel | None:
+        """The version in service or, where its folder is damaged, the nearest one before it that can be read."""
+        while version is not None and self.registry is not None:
+            try:
+                return self.resident_draft(version.id)
+            except UserError as error:
+                self.events.emit("draft_refused", version=version.id, reason=str(error))
+                try:
+                    before = self.registry.roll_back(ROUTE, {})
+                except UserError:
+                    before = None
+                self.registry.set_aside(version.id, str(error))
+                version = before
+        return None
 
     def prior_of(self, draft: DraftModel | None) -> float:
         """The acceptance to expect: what the gate measured, next to nothing of the target's bare layers, else an even guess."""
@@ -441,6 +448,12 @@ class LLM:
         weights, version = self.untrained_draft()
         return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
 
+    def _redaction(self) -> Callable[[Trace], Trace | None]:
+        if self.learning.redact is None:
+            return lambda trace: trace
+        redactor = load_redactor(self.learning.redact)
+        return lambda trace: redacted(trace, redactor, self.tokenizer.decode)
+
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -449,11 +462,15 @@ class LLM:
             self._loop.close()
         if self.swap is not None:
             self.swap.close()
-            self.engine.withdraw_offer()
+            self.engine.drafting.withdraw_offer()
         if self.capture is not None:
             self.capture.close()
+        if self.upkeep is not None:
+            self.upkeep.keep_events()
         if self.trainer is not None:
             self.trainer.close()
+        if self.capture is not None and self.learning.memory_only and self.state is not None:
+            clear_memory(self.state)
         if self._state_lock is not None:
             self._state_lock.close()
         self.swap = self.capture = self.trainer = self._state_lock = None

@@ -47,6 +47,7 @@ class Settings:
         """For `config show`: every value, keys hidden."""
         values = {name: asdict(getattr(self, name)) for name in SECTIONS}
         values["server"]["api_keys"] = ["***"] * len(self.server.api_keys)
+        values["server"]["admin_key"] = self.server.admin_key and "***"
         return values
 
 

@@ -82,10 +82,14 @@ class Tokenizer:
         """Without the special tokens that begin or end a prompt: for text in the middle of one."""
         return list(self._hf.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """The whole text. `TextStream` gives the same in pieces."""
         # Cleaning up spaces would depend on what comes next, and so on how the text is cut into pieces.
-        return str(self._hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._hf.decode(
+                list(token_ids), skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones too; half a character shows as the replacement character."""

@@ -14,22 +14,22 @@ class Contender:
     def __init__(self, llm: LLM, version: str | None, sampling: SamplingParams) -> None:
         """`version` as `LLM.resident_draft` takes it; None decodes plainly."""
         draft = llm.resident_draft(version) if version else None
-        self._llm, self._draft, self._sampling = llm, draft, sampling
-        self._lengths = llm.engine.new_length_policy(llm.prior_of(draft))
+        self._llm, self._sampling = llm, sampling
+        self._drafting = llm.engine.new_drafting(draft, llm.prior_of(draft))
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self.stats = SpeculationStats()
 
     @property
     def num_speculative_tokens(self) -> int:
         """What the cost model chooses at batch 1 after what was seen."""
-        return self._lengths.best(1) if self._draft else 0
+        return self._drafting.service.lengths.best(1) if self._drafting.service else 0
 
     def __call__(self, prompt: list[int]) -> list[int]:
         engine = self._llm.engine
-        before = engine.draft, engine.lengths, engine.stats, engine.prefixes
-        engine.draft, engine.lengths, engine.stats = self._draft, self._lengths, self.stats
+        before = engine.drafting, engine.stats, engine.prefixes
+        engine.drafting, engine.stats = self._drafting, self.stats
         engine.prefixes = self._no_reuse
         try:
             return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
         finally:
-            engine.draft, engine.lengths, engine.stats, engine.prefixes = before
+            engine.drafting, engine.stats, engine.prefixes = before

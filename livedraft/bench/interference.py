@@ -22,7 +22,8 @@ import numpy as np
 
 from livedraft.bench.http_client import Streamed, StreamingClient
 from livedraft.bench.serve import bench_prompts, running_server
-from livedraft.drafts.registry import Registry, read_status, set_control
+from livedraft.drafts.database import read_status, set_control
+from livedraft.drafts.registry import Registry
 from livedraft.records import UserError
 from livedraft.tokenizer import Message
 

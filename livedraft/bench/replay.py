@@ -26,8 +26,9 @@ import numpy as np
 from safetensors import SafetensorError
 
 from livedraft.bench.prompts import read_prompts
-from livedraft.config import EngineConfig, LearningConfig
-from livedraft.drafts.registry import Registry, read_status
+from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
+from livedraft.drafts.database import read_status
+from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.store import TraceStore, read_shard, write_shard
@@ -99,11 +100,14 @@ def run(
         if from_traces is None:
             prompts = _ordered(prompt_files, limit, shift=shift, mix=mix, seed=learning.seed)
             sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-            live_state = state or Path(folder) / "live"
-            results["livedraft"], traces, learner = _serve_live(
-                prompts, sampling, live_state, concurrency, model, dtype, learning, report
-            )
-            arms = [arm for arm in arms if arm != "livedraft"]
+            if "livedraft" in arms:
+                live_state = state or Path(folder) / "live"
+                results["livedraft"], traces, learner = _serve_live(
+                    prompts, sampling, live_state, concurrency, model, dtype, learning, report
+                )
+                arms = [arm for arm in arms if arm != "livedraft"]
+            else:
+                traces, learner = _record(prompts, sampling, concurrency, model, dtype, learning, report)
         else:
             traces = read_traces(from_traces)
             learner = _learner(model, dtype, learning, concurrency)
@@ -209,6 +213,29 @@ def _serve_live(
     return result, traces, learner
 
 
+def _record(
+    prompts: list[tuple[str, list[Message]]],
+    sampling: SamplingParams,
+    concurrency: int,
+    model: str,
+    dtype: str,
+    learning: LearningConfig,
+    report: Callable[[str], None],
+) -> tuple[list[Trace], Learner]:
+    """Served plainly, nothing learnt: the target's verdicts are the same, and nobody waits for a trainer."""
+    found: dict[str, Trace] = {}
+    with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=concurrency)) as llm:
+        learner = _learner_of(llm, model, learning, concurrency)
+        llm.engine.offer_draft(None)
+        llm.engine.trace_sink = lambda trace: found.update({trace.request_id: trace})
+        requests = [
+            llm.request(messages, sampling, id=f"{name}#{index}") for index, (name, messages) in enumerate(prompts)
+        ]
+        llm.add(requests)
+        llm.run(after_round=lambda: report(f"recorded {len(found)} of {len(requests)} requests"))
+    return [found[request.id] for request in requests], learner
+
+
 def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) -> None:
     """The trainer has scored, trained and tested all it can, and what it promoted is in service."""
     assert llm.state is not None
@@ -219,7 +246,8 @@ def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) 
         if is_scored and read_status(llm.state, "trainer").get("status") == "waiting for traces":
             serving = registry.in_service(ROUTE)
             llm.engine.take_up_offered_draft()
-            if serving is not None and serving.id == llm.engine.draft_version:
+            is_seen = registry.canary(ROUTE) is None or llm.engine.drafting.second is not None
+            if serving is not None and serving.id == llm.engine.draft_version and is_seen:
                 return
         time.sleep(0.02)
     raise UserError(
@@ -286,7 +314,10 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
         serving = worker.in_service.id
         store.append([replace(trace, draft_version=serving) for trace in traces[first : first + learner.burst]])
         while worker.turn():
-            pass
+            # Live, a canary waits for a few requests; the watch is not what is measured here.
+            canary = registry.canary(ROUTE)
+            if canary is not None:
+                registry.serve(canary.id, ROUTE, {})
         report(f"livedraft, {first + learner.burst} of {len(traces)} recorded requests, draft {worker.in_service.id}")
     result = ArmResult()
     _read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
@@ -296,7 +327,7 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
 def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str], None]) -> ArmResult:
     """OSD, Algorithm 2: the buffer holds the positions whose proposal was rejected; every OSD_INTERVAL requests the draft takes
     one step on it and it is emptied. No replay, no average, no falling rate, no gate."""
-    config = replace(learner.config, loss="forward_kl", averaging=0.0, decay_from_step=0, positions="rejected")
+    config = replace(learner.config, **OSD_SETTINGS)
     trainer = _trainer(learner, config)
     chance = np.random.default_rng(config.seed)
     result = ArmResult()

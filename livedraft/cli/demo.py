@@ -26,7 +26,7 @@ from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.config import EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
-from livedraft.drafts.registry import DATABASE_NAME, read_status
+from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.events import Event, Events
 from livedraft.learning.capture import write_secret
 from livedraft.learning.store import TraceRow, TraceStore

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from livedraft.config import OSD_SETTINGS
+
 if TYPE_CHECKING:
     from livedraft.settings import Settings
 
@@ -110,9 +112,16 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Default 8000; 0 takes a free one.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Opens /v1; may be given several times.")] = None,
+    admin_key: Annotated[str | None, typer.Option(help="Opens /admin; without one it is closed.")] = None,
     draft: OptDraft = None,
     learn: Learn = None,
     no_learn: NoLearn = False,
+    learner: Annotated[
+        str, typer.Option(help="livedraft, or osd: Online Speculative Decoding's own variant.")
+    ] = "livedraft",
+    memory_only: Annotated[
+        bool | None, typer.Option("--memory-only", help="Traces live in memory and are gone at the end.")
+    ] = None,
     state: State = None,
     num_speculative_tokens: NumSpeculative = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most requests decoded together.")] = None,
@@ -130,6 +139,10 @@ def serve(
 ) -> None:
     """Serve OpenAI's API: continuous batching, speculation, and a draft that learns from what is served."""
     level = "off" if no_learn else learn
+    learning = dict(OSD_SETTINGS) if learner == "osd" else {}
+    if learner not in ("livedraft", "osd"):
+        raise typer.BadParameter(f"--learner must be livedraft or osd, got {learner!r}.")
+    learning |= {"level": None if level == "off" else level, "memory_only": memory_only}
     settings = _settings(  # first: a wrong setting should not cost the seconds torch takes to import
         config,
         model={
@@ -137,11 +150,11 @@ def serve(
             "state": state and str(state), "dtype": dtype, "num_threads": threads,
         },
         speculation={"num_speculative_tokens": num_speculative_tokens},
-        learning={"level": None if level == "off" else level},
+        learning=learning,
         engine={"max_num_seqs": max_num_seqs, "max_model_len": max_model_len},
         server={
             "host": host, "port": port, "served_model_name": served_model_name,
-            "api_keys": tuple(api_key) if api_key else None, "max_queue": max_queue,
+            "api_keys": tuple(api_key) if api_key else None, "admin_key": admin_key, "max_queue": max_queue,
             "per_request_metrics": per_request_metrics,
         },
     )  # fmt: skip
@@ -216,9 +229,17 @@ def drafts_show(version: VersionId, state: State = None) -> None:
     show_draft(state, version)
 
 
+@drafts_app.command("diff")
+def drafts_diff(first: VersionId, second: VersionId, state: State = None, as_json: Json = False) -> None:
+    """What lies between two versions: data, vocabulary, weights, acceptance."""
+    from livedraft.cli.state import diff_drafts
+
+    diff_drafts(state, first, second, as_json=as_json)
+
+
 @drafts_app.command("promote")
 def drafts_promote(version: VersionId, state: State = None) -> None:
-    """Put a version into service, whatever the gate said."""
+    """Put a version into service, whatever the gate said; the watch still compares it with the one before."""
     from livedraft.cli.state import promote_draft
 
     promote_draft(state, version)
@@ -226,7 +247,7 @@ def drafts_promote(version: VersionId, state: State = None) -> None:
 
 @drafts_app.command("rollback")
 def drafts_rollback(state: State = None) -> None:
-    """Go back to the parent of the version in service; training goes on from there."""
+    """Withdraw the canary or, without one, go back to the version before; training goes on from there."""
     from livedraft.cli.state import roll_back
 
     roll_back(state)
@@ -243,25 +264,28 @@ def learn_status(state: State = None, as_json: Json = False) -> None:
 @learn_app.command("pause")
 def learn_pause(state: State = None) -> None:
     """Stop training; serving and the keeping of traces go on."""
-    from livedraft.cli.state import pause_learning
+    from livedraft import operations
+    from livedraft.cli.state import say
 
-    pause_learning(state, is_paused=True)
+    say(operations.set_paused, state, True)
 
 
 @learn_app.command("resume")
 def learn_resume(state: State = None) -> None:
     """Train again."""
-    from livedraft.cli.state import pause_learning
+    from livedraft import operations
+    from livedraft.cli.state import say
 
-    pause_learning(state, is_paused=False)
+    say(operations.set_paused, state, False)
 
 
 @learn_app.command("now")
 def learn_now(state: State = None) -> None:
     """Offer a candidate to the gate now instead of when one is due."""
-    from livedraft.cli.state import learn_now
+    from livedraft import operations
+    from livedraft.cli.state import say
 
-    learn_now(state)
+    say(operations.learn_now, state)
 
 
 @traces_app.command("list")
@@ -278,12 +302,53 @@ def traces_list(
 
 @traces_app.command("delete")
 def traces_delete(
-    user: Annotated[str, typer.Option(help="As the client sent it in `user`.")], state: State = None
+    user: Annotated[str | None, typer.Option(help="As the client sent it in `user`.")] = None,
+    everybody: Annotated[bool, typer.Option("--all", help="Every trace there is.")] = False,
+    state: State = None,
 ) -> None:
-    """Delete all traces of a user, from every file and from the running trainer."""
-    from livedraft.cli.state import delete_traces
+    """Delete the traces of a user, or all, from every file and from the running trainer."""
+    from livedraft import operations
+    from livedraft.cli.state import say
+    from livedraft.records import UserError
 
-    delete_traces(state, user)
+    if (user is None) != everybody:
+        raise UserError("Say whose traces: --user NAME, or --all.")
+    say(operations.delete_traces, state, user)
+
+
+@traces_app.command("export")
+def traces_export(
+    file: Annotated[Path, typer.Argument(help="Written; `-` is standard output for text formats.")],
+    format: Annotated[
+        str, typer.Option(help="openai, sharegpt, prompts, tokens or traces (with verdicts).")
+    ] = "openai",
+    model: Model = DEFAULT_MODEL,
+    state: State = None,
+) -> None:
+    """Write traces to a file: text for other tools, token ids, or everything with the target's verdicts."""
+    from livedraft.cli.exchange import export_traces
+
+    export_traces(state, file, format=format, model=model)
+
+
+@traces_app.command("import")
+def traces_import(
+    file: Annotated[Path, typer.Argument(help="OpenAI JSONL, ShareGPT, plain prompts, token ids, or exported traces.")],
+    format: Annotated[str | None, typer.Option(help="Left out, the file's first line says.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer where the file has none.")] = 128,
+    user: Annotated[str, typer.Option(help="Whose they are, for limits and deletion.")] = "import",
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    state: State = None,
+) -> None:
+    """Learn from what was served elsewhere: given answers are judged by the target, missing ones generated."""
+    from livedraft.cli.exchange import import_traces
+
+    import_traces(
+        state, file, format=format, limit=limit, max_tokens=max_tokens, user=user, model=model, dtype=dtype, threads=threads,
+    )  # fmt: skip
 
 
 @app.command()

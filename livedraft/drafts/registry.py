@@ -1,10 +1,12 @@
 """Versions of drafts on disk, and which one serves each route. Folders and manifests are truth; the database can be rebuilt.
 
     <state>/drafts/<version id>/manifest.json, draft.safetensors
-    <state>/livedraft.db          table `versions`: status candidate | in_service | retired | rejected
+    <state>/drafts/in_service.json    the version in service by route
+    <state>/livedraft.db              table `versions`, one row a version
 
-Called by the trainer (publish, promote, reject) and by the engine's swap thread (in_service); never from the engine
-thread.
+A version's life: candidate -> rejected by the gate, or canary -> in_service or rolled_back by the watch -> retired. A damaged
+folder is set_aside. Called by the trainer (publish, start_canary, reject) and by the engine's swap thread; never from the
+engine thread.
 """
 
 from __future__ import annotations
@@ -16,135 +18,20 @@ import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from safetensors import SafetensorError
+
+from livedraft.drafts.database import open_database
+from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
 from livedraft.records import DraftVersion, UserError
 
-DATABASE_NAME = "livedraft.db"
-WEIGHTS_NAME, MANIFEST_NAME = "draft.safetensors", "manifest.json"
-
-# One script a schema version: a fresh database runs them all, an older one what it lacks.
-_MIGRATIONS = (
-    """
-CREATE TABLE IF NOT EXISTS versions (
-    id TEXT PRIMARY KEY, route TEXT NOT NULL, parent TEXT, status TEXT NOT NULL, created_at REAL NOT NULL,
-    decided_at REAL, manifest TEXT NOT NULL, decision TEXT);
-CREATE TABLE IF NOT EXISTS traces (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL, route TEXT NOT NULL, created_at REAL NOT NULL,
-    is_held_out INTEGER NOT NULL, shard TEXT NOT NULL, row INTEGER NOT NULL, num_output_tokens INTEGER NOT NULL,
-    draft_version TEXT NOT NULL, alpha REAL, alpha_served REAL);
-CREATE TABLE IF NOT EXISTS trainer_status (
-    only INTEGER PRIMARY KEY CHECK (only = 1), updated_at REAL NOT NULL, status TEXT NOT NULL);
-""",
-    """
-DROP TABLE trainer_status;
-CREATE TABLE status (name TEXT PRIMARY KEY, updated_at REAL NOT NULL, fields TEXT NOT NULL);
-CREATE TABLE controls (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-ALTER TABLE traces ADD COLUMN client_key TEXT NOT NULL DEFAULT '';
-
-CREATE INDEX traces_by_client ON traces (client_key);
-""",
-)
-DATABASE_SCHEMA_VERSION = len(_MIGRATIONS)
-
-
-@contextmanager
-def open_database(state: Path) -> Iterator[sqlite3.Connection]:
-    """A short-lived connection: WAL, busy timeout, one transaction. Raises UserError for another schema or a full disk."""
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(state / DATABASE_NAME, timeout=10.0)
-    except (OSError, sqlite3.Error) as error:
-        raise UserError(f"The state folder {state} cannot be used ({error}); give another with --state.") from error
-    try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version < DATABASE_SCHEMA_VERSION:
-            _migrate(connection, version)
-        elif version > DATABASE_SCHEMA_VERSION:
-            raise UserError(
-                f"{state} was written by a newer livedraft (schema {version}, this one reads "
-                f"{DATABASE_SCHEMA_VERSION}); give a fresh folder with --state."
-            )
-        with connection:
-            yield connection
-    except sqlite3.Error as error:
-        raise UserError(
-            f"The database in {state} failed ({error}); free disk space or give another --state."
-        ) from error
-    finally:
-        connection.close()
-
-
-def _migrate(connection: sqlite3.Connection, version: int) -> None:
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.isolation_level = None  # one transaction of our own: two processes may open a fresh state at once
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        for script in _MIGRATIONS[version:]:
-            for statement in script.split(";"):
-                if statement.strip():
-                    connection.execute(statement)
-        connection.execute(f"PRAGMA user_version={DATABASE_SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.isolation_level = "DEFERRED"
-
-
-def scrub_database(state: Path) -> None:
-    """Overwrite deleted rows and empty the write-ahead log: what was deleted must not be readable in any file."""
-    with open_database(state) as database:
-        database.execute("PRAGMA secure_delete=ON")
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection = sqlite3.connect(state / DATABASE_NAME, timeout=10.0, isolation_level=None)
-    try:
-        connection.execute("VACUUM")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    finally:
-        connection.close()
-
-
-def write_status(state: Path, name: str, fields: dict[str, Any]) -> None:
-    """What a process says of itself (`trainer`, `serving`), for whoever looks: the other process, the command line."""
-    with open_database(state) as database:
-        database.execute(
-            "INSERT INTO status (name, updated_at, fields) VALUES (?, ?, ?)"
-            " ON CONFLICT (name) DO UPDATE SET updated_at = excluded.updated_at, fields = excluded.fields",
-            (name, time.time(), json.dumps(fields)),
-        )
-
-
-def read_status(state: Path, name: str) -> dict[str, Any]:
-    """The last report, with `updated_at`; empty before the first."""
-    with open_database(state) as database:
-        row = database.execute("SELECT updated_at, fields FROM status WHERE name = ?", (name,)).fetchone()
-    return {"updated_at": row[0], **json.loads(row[1])} if row else {}
-
-
-def read_controls(state: Path) -> dict[str, int]:
-    """What an operator has asked for: `paused` (0 or 1), `now` and `forget` (counters)."""
-    with open_database(state) as database:
-        return {
-            "paused": 0,
-            "now": 0,
-            "forget": 0,
-            **dict(database.execute("SELECT name, value FROM controls").fetchall()),
-        }
-
-
-def set_control(state: Path, name: str, value: int | None = None) -> None:
-    """Set a control, or count it up."""
-    with open_database(state) as database:
-        database.execute(
-            "INSERT INTO controls (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = coalesce(?, value + 1)",
-            (name, 1 if value is None else value, value),
-        )
+WEIGHTS_NAME, MANIFEST_NAME, POINTER_NAME = "draft.safetensors", "manifest.json", "in_service.json"
+NUM_KEPT_VERSIONS = 6
+"""Folders of replaced versions that stay on disk, the newest of each route; rows and their numbers stay for good."""
 
 
 class Registry:
@@ -152,12 +39,14 @@ class Registry:
         self.state = state
         self.drafts_folder = state / "drafts"
 
+    # --- making and deciding ----------------------------------------------------------------------------------------
+
     def publish(self, save: Callable[[Path], str], version: DraftVersion, status: str = "candidate") -> DraftVersion:
         """Write a version under a temporary name, fsync, rename, then add its row. `save` writes the weights file and
-        returns its sha256. A crash leaves either nothing or a whole version."""
-        self.drafts_folder.mkdir(parents=True, exist_ok=True)
+        returns its sha256. A crash leaves either nothing or a whole version. Raises UserError on a full disk."""
         temporary = self.drafts_folder / f".tmp-{uuid.uuid4().hex}"
         try:
+            self.drafts_folder.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             version = replace(version, sha256=save(temporary / WEIGHTS_NAME))
             (temporary / MANIFEST_NAME).write_text(json.dumps(asdict(version), indent=2), encoding="utf-8")
@@ -165,37 +54,36 @@ class Registry:
                 fsync_path(temporary / name)
             os.rename(temporary, self.folder(version.id))
             fsync_path(self.drafts_folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise UserError(
-                f"A draft version could not be stored in {self.drafts_folder}: {error.strerror}."
-            ) from error
+            raise UserError(f"A draft version could not be stored in {self.drafts_folder}: {error}.") from error
         with open_database(self.state) as database:
-            database.execute(
-                "INSERT INTO versions (id, route, parent, status, created_at, manifest) VALUES (?, ?, ?, ?, ?, ?)",
-                (version.id, version.route, version.parent, status, version.created_at, json.dumps(asdict(version))),
-            )
+            _add_row(database, version, status)
+        if status == "in_service":
+            self._point_to(version.id, version.route)
         return version
 
-    def promote(self, version_id: str, route: str, decision: dict[str, Any]) -> None:
-        """Put a version into service; the one before retires. One transaction, so a reader sees exactly one in service."""
+    def reject(self, version_id: str, decision: dict[str, Any]) -> None:
+        """By the gate."""
         with open_database(self.state) as database:
-            database.execute(
-                "UPDATE versions SET status = 'retired' WHERE route = ? AND status = 'in_service'", (route,)
-            )
-            self._decide(database, version_id, "in_service", decision)
+            _decide(database, version_id, "rejected", decision)
+        shutil.rmtree(self.folder(version_id), ignore_errors=True)  # the row and its numbers stay
 
-    def roll_back(self, route: str, reason: dict[str, Any]) -> DraftVersion:
-        """Put the parent of the version in service back into service. Raises UserError when there is none on disk."""
-        current = self.in_service(route)
-        if current is None or current.parent is None:
-            raise UserError(f"Route {route} has no earlier version to go back to.")
-        return self.serve(current.parent, route, reason, status_of_current="rolled_back")
+    def start_canary(self, version_id: str, decision: dict[str, Any]) -> None:
+        """The gate let it through; the watch decides whether it stays."""
+        with open_database(self.state) as database:
+            _decide(database, version_id, "canary", decision)
+
+    def withdraw(self, version_id: str, reason: dict[str, Any], status: str = "rolled_back") -> None:
+        """A canary, or a version that cannot be read, leaves; what is in service stays."""
+        with open_database(self.state) as database:
+            _decide(database, version_id, status, reason)
 
     def serve(
         self, version_id: str, route: str, reason: dict[str, Any], *, status_of_current: str = "retired"
     ) -> DraftVersion:
-        """By an operator's word or the watch: this version from now on, whatever the gate said.
+        """This version from now on: a canary that did well, or an operator's word. One transaction, so a reader sees exactly
+        one in service.
 
         Raises UserError for one that is not on disk or of another route.
         """
@@ -209,30 +97,99 @@ class Registry:
                 "UPDATE versions SET status = ?, decided_at = ? WHERE route = ? AND status = 'in_service' AND id != ?",
                 (status_of_current, time.time(), route, version_id),
             )
-            database.execute(
-                "UPDATE versions SET status = 'in_service', decided_at = ?,"
-                " decision = json_patch(coalesce(decision, '{}'), ?) WHERE id = ?",
-                (time.time(), json.dumps(reason), version_id),
-            )
+            _decide(database, version_id, "in_service", reason)
+        self._point_to(version_id, route)
+        self._prune(route)
         return DraftVersion(**json.loads(row[0]))
 
-    def reject(self, version_id: str, decision: dict[str, Any]) -> None:
+    def roll_back(self, route: str, reason: dict[str, Any]) -> DraftVersion:
+        """Put the version before the one in service back. Raises UserError when there is none on disk."""
+        current = self.in_service(route)
+        parent = current.parent if current else None
+        while parent is not None and not self.weights_path(parent).exists():
+            parent = self.manifest(parent).get("parent")
+        if current is None or parent is None:
+            raise UserError(f"Route {route} has no earlier version to go back to.")
         with open_database(self.state) as database:
-            self._decide(database, version_id, "rejected", decision)
-        shutil.rmtree(self.folder(version_id), ignore_errors=True)  # the row and its numbers stay
+            _decide(database, current.id, "in_service", reason)  # its numbers say why it left
+        return self.serve(parent, route, {}, status_of_current="rolled_back")
 
-    @staticmethod
-    def _decide(database: sqlite3.Connection, version_id: str, status: str, decision: dict[str, Any]) -> None:
-        changed = database.execute(
-            "UPDATE versions SET status = ?, decided_at = ?, decision = ? WHERE id = ?",
-            (status, time.time(), json.dumps(decision), version_id),
-        ).rowcount
-        assert changed == 1, f"unknown version {version_id}"
+    def set_aside(self, version_id: str, reason: str) -> None:
+        """A folder that cannot be used is kept under another name, for whoever wants to look."""
+        folder = self.folder(version_id)
+        if folder.exists():
+            os.replace(folder, folder.with_name(f"{version_id}.damaged-{uuid.uuid4().hex[:6]}"))
+        self.withdraw(version_id, {"set_aside": reason}, status="set_aside")
+
+    def _prune(self, route: str) -> None:
+        """Folders of versions that left service long ago."""
+        with open_database(self.state) as database:
+            old = database.execute(
+                "SELECT id FROM versions WHERE route = ? AND status IN ('retired', 'rolled_back')"
+                " ORDER BY decided_at DESC, rowid DESC LIMIT -1 OFFSET ?",
+                (route, NUM_KEPT_VERSIONS),
+            ).fetchall()
+        for (version_id,) in old:
+            shutil.rmtree(self.folder(version_id), ignore_errors=True)
+
+    def _point_to(self, version_id: str, route: str) -> None:
+        """Beside the folders, for a database that has to be rebuilt. A full disk costs the pointer, not the promotion."""
+        try:
+            pointers = self._pointers() | {route: version_id}
+            temporary = self.drafts_folder / f".{POINTER_NAME}.{uuid.uuid4().hex}"
+            temporary.write_text(json.dumps(pointers), encoding="utf-8")
+            fsync_path(temporary)
+            os.replace(temporary, self.drafts_folder / POINTER_NAME)
+        except OSError:
+            return
+
+    def _pointers(self) -> dict[str, str]:
+        try:
+            pointers = json.loads((self.drafts_folder / POINTER_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return pointers if isinstance(pointers, dict) else {}
+
+    # --- after a crash ----------------------------------------------------------------------------------------------
+
+    def reconcile(self) -> list[str]:
+        """For the owner of the folder, at start: leftovers of a crash go, whole versions without a row get one, and a route
+        without a version in service gets the one the pointer names. Returns the ids found again."""
+        if not self.drafts_folder.exists():
+            return []
+        for leftover in [*self.drafts_folder.glob(".tmp-*"), *self.drafts_folder.glob(f".{POINTER_NAME}.*")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        found = []
+        pointers = self._pointers()
+        with open_database(self.state) as database:
+            known = {row[0] for row in database.execute("SELECT id FROM versions").fetchall()}
+            for path in sorted(self.drafts_folder.glob(f"*/{MANIFEST_NAME}")):
+                version = _read_manifest(path)
+                if version is None or version.id != path.parent.name or version.id in known:
+                    continue
+                _add_row(database, version, "retired")
+                found.append(version.id)
+            for route, version_id in pointers.items():
+                database.execute(
+                    "UPDATE versions SET status = 'in_service' WHERE id = ? AND route = ? AND NOT EXISTS"
+                    " (SELECT 1 FROM versions WHERE route = ? AND status = 'in_service')",
+                    (version_id, route, route),
+                )
+        return found
+
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def in_service(self, route: str) -> DraftVersion | None:
+        return self._newest(route, "in_service")
+
+    def canary(self, route: str) -> DraftVersion | None:
+        """The version on trial."""
+        return self._newest(route, "canary")
+
+    def _newest(self, route: str, status: str) -> DraftVersion | None:
         with open_database(self.state) as database:
             row = database.execute(
-                "SELECT manifest FROM versions WHERE route = ? AND status = 'in_service'", (route,)
+                "SELECT manifest FROM versions WHERE route = ? AND status = ? ORDER BY rowid DESC", (route, status)
             ).fetchone()
         return None if row is None else DraftVersion(**json.loads(row[0]))
 
@@ -241,13 +198,35 @@ class Registry:
         with open_database(self.state) as database:
             rows = database.execute(
                 "SELECT id, route, status, created_at, decided_at, decision FROM versions"
-                " WHERE ? IS NULL OR route = ? ORDER BY created_at",
+                " WHERE ? IS NULL OR route = ? ORDER BY rowid",
                 (route, route),
             ).fetchall()
         names = ("id", "route", "status", "created_at", "decided_at")
         return [
             {**dict(zip(names, row, strict=False)), "decision": json.loads(row[5]) if row[5] else None} for row in rows
         ]
+
+    def version(self, version_id: str) -> dict[str, Any]:
+        """One row. Raises UserError for an id that was never there."""
+        for row in self.versions():
+            if row["id"] == version_id:
+                return row
+        raise UserError(f"There is no version {version_id!r}; see `livedraft drafts list`.")
+
+    def load(self, version: DraftVersion) -> DraftWeights:
+        """The weights as they were published. Raises UserError when they are missing, damaged or no numbers."""
+        path = self.weights_path(version.id)
+        try:
+            found = file_sha256(path)
+        except OSError as error:
+            raise UserError(f"The weights of version {version.id} cannot be read ({error}).") from error
+        if found != version.sha256:
+            raise UserError(f"{path} does not match its checksum; the file is damaged.")
+        weights = load_draft(path)
+        for name, tensor in weights.tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise UserError(f"Version {version.id} holds values that are no numbers (in {name}).")
+        return weights
 
     def manifest(self, version_id: str) -> dict[str, Any]:
         """As the version's folder or, for a rejected one, the database has it."""
@@ -261,6 +240,29 @@ class Registry:
 
     def weights_path(self, version_id: str) -> Path:
         return self.folder(version_id) / WEIGHTS_NAME
+
+
+def _add_row(database: sqlite3.Connection, version: DraftVersion, status: str) -> None:
+    database.execute(
+        "INSERT INTO versions (id, route, parent, status, created_at, manifest) VALUES (?, ?, ?, ?, ?, ?)",
+        (version.id, version.route, version.parent, status, version.created_at, json.dumps(asdict(version))),
+    )
+
+
+def _decide(database: sqlite3.Connection, version_id: str, status: str, numbers: dict[str, Any]) -> None:
+    """The gate's numbers, the watch's and an operator's word gather in one record."""
+    changed = database.execute(
+        "UPDATE versions SET status = ?, decided_at = ?, decision = json_patch(coalesce(decision, '{}'), ?) WHERE id = ?",
+        (status, time.time(), json.dumps(numbers), version_id),
+    ).rowcount
+    assert changed == 1, f"unknown version {version_id}"
+
+
+def _read_manifest(path: Path) -> DraftVersion | None:
+    try:
+        return DraftVersion(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def new_version_id(number: int) -> str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from livedraft.config import EngineConfig, SpeculationConfig
+from livedraft.engine.drafting import DEFAULT_PRIOR, Drafting, Lineup
 from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
@@ -26,7 +24,7 @@ from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
 from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict
 from livedraft.sampling import raw_logprobs
-from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
+from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.prediction import VERSION as PREDICTION
 from livedraft.speculation.prediction import Prediction
@@ -56,7 +54,7 @@ class Engine:
         target_fingerprint: str = "",
         trace_sink: TraceSink | None = None,
         costs: CostModel | None = None,
-        prior: float = 0.3,
+        prior: float = DEFAULT_PRIOR,
         text_stream: Callable[[Sequence[str]], TextStream] | None = None,
     ) -> None:
         """`prior` is the acceptance expected of the first draft. `text_stream` makes what finds stop strings; without it
@@ -73,15 +71,12 @@ class Engine:
         self.prefixes = PrefixCache(
             first_slot=config.max_num_seqs, num_slots=max(0, target.num_slots - config.max_num_seqs)
         )
-        self.draft = draft
         self.costs = costs or self.runner.measure_costs(draft)
-        self.lengths = self.new_length_policy(prior)
+        self.drafting = self.new_drafting(draft, prior)
         self.stats = SpeculationStats()
         self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
         """By (route, version): what each version's own proposals came to."""
         self._text_stream = text_stream
-        self._offer: tuple[DraftModel | None, float | None] | None = None
-        self._offer_lock = threading.Lock()
         self._forgets_prefixes = False
 
     # --- what callers use -------------------------------------------------------------------------------------------
@@ -91,7 +86,8 @@ class Engine:
         self.check(request)
         state = RequestState.from_request(request)
         target = self.runner.target
-        state.draft_version_at_arrival = state.draft_version = self.draft_version
+        self.drafting.assign(state)
+        state.draft_version_at_arrival = state.draft_version = self.drafting.version_for(state)
         state.prefix = PrefixState.of(request, target.vocabulary_size, target.device)
         if request.sampling.stop and self._text_stream is not None:
             state.text = self._text_stream(request.sampling.stop)
@@ -156,44 +152,33 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    def new_drafting(self, draft: DraftModel | None, prior: float = DEFAULT_PRIOR) -> Drafting:
+        """What decides who drafts; assigned to `drafting` it takes over, with nothing learnt yet."""
+        return Drafting(
+            draft, runner=self.runner, speculation=self.speculation, costs=self.costs, events=self.events, prior=prior
+        )
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """In service."""
+        return self.drafting.service.draft if self.drafting.service else None
+
     @property
     def draft_version(self) -> str:
         """The version really served, not the one the registry names."""
-        return self.draft.version if self.draft else "none"
-
-    def new_length_policy(self, prior: float = 0.3) -> DraftLengthPolicy:
-        return DraftLengthPolicy(
-            self.costs,
-            max_tokens=self.speculation.max_num_speculative_tokens,
-            fixed=self.speculation.num_speculative_tokens,
-            prior=prior,
-        )
+        return self.drafting.version
 
     def offer_draft(self, draft: DraftModel | None, prior: float | None = None) -> None:
-        """From any thread: serve this draft from the next round on. `prior` is its expected acceptance."""
-        with self._offer_lock:
-            self._offer = (draft, prior)
+        """From any thread: this draft alone from the next round on. `prior` is its expected acceptance."""
+        self.drafting.offer(Lineup(service=draft, prior=prior))
+
+    def take_up_offered_draft(self) -> None:
+        """Between two rounds, on the engine's own thread."""
+        self.drafting.take_up_offer([*self.scheduler.running, *self.scheduler.waiting])
 
     def forget_prefixes(self) -> None:
         """From any thread: nothing that finished requests wrote is reused from the next round on."""
         self._forgets_prefixes = True
-
-    def withdraw_offer(self) -> None:
-        """Keep the draft that is in service."""
-        with self._offer_lock:
-            self._offer = None
-
-    def take_up_offered_draft(self) -> None:
-        """Between two rounds, on the engine's own thread."""
-        if self._offer is None:
-            return
-        with self._offer_lock:
-            (draft, prior), self._offer = self._offer, None
-        previous = self.draft_version
-        self.draft = draft  # its cache is empty: running requests catch up by the lag rule
-        if prior is not None:
-            self.lengths.set_prior(prior)
-        self.events.emit("draft_swapped", previous=previous, version=self.draft_version)
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
@@ -203,7 +188,7 @@ class Engine:
         entries = self.scheduler.plan_round()
         if not entries:
             return []
-        proposals = self._proposals(entries)
+        proposals = self.drafting.proposals(entries)
         target_logits = self.runner.verify(entries, proposals)
         verdicts = self._verdicts(entries, proposals, target_logits)
         for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
@@ -225,8 +210,7 @@ class Engine:
                 continue
             self.runner.target.copy_slot(source, state.slot, num_tokens)
             state.target_length = state.num_cached_tokens = num_tokens
-            if self.draft is not None:
-                self.draft.adopt(source, state.slot, num_tokens)
+            self.drafting.adopt(source, state.slot, num_tokens)
 
     def _should_wait(self, state: RequestState) -> bool:
         """Another request is just writing a beginning this one could copy."""
@@ -237,76 +221,6 @@ class Engine:
                 if len(state.token_ids) > needed and state.token_ids[:needed] == other.token_ids[:needed]:
                     return True
         return False
-
-    def _proposals(self, entries: list[RoundEntry]) -> list[Proposal | None]:
-        """From the client's prediction where it fits, from the draft otherwise; None where nothing is proposed."""
-        limits = [self._most_tokens(entry) for entry in entries]
-        predicted = [self._predicted(entry, limit) for entry, limit in zip(entries, limits, strict=True)]
-        if self.draft is None:
-            return predicted
-        limits = [
-            0 if proposal else self._within_draft(entry, limit)
-            for entry, limit, proposal in zip(entries, limits, predicted, strict=True)
-        ]
-        num_predicted = sum(len(proposal.draft_token_ids) for proposal in predicted if proposal)
-        lengths = self._draft_lengths(entries, limits, num_predicted)
-        try:
-            drafted = self.runner.propose(entries, lengths, self.draft, self.lengths.acceptance_of)
-        except Exception as error:  # a broken draft costs speed, never an answer
-            logger.exception("The draft %s failed and is out of service.", self.draft.version)
-            self.events.emit("draft_failed", version=self.draft.version, reason=f"{type(error).__name__}: {error}")
-            self.draft = None
-            return predicted
-        return [proposal or draft for proposal, draft in zip(predicted, drafted, strict=True)]
-
-    def _most_tokens(self, entry: RoundEntry) -> int:
-        """Drafted tokens this request can use: none while its prompt is written, and the round's bonus is one of the rest."""
-        if not entry.is_decoding:
-            return 0
-        request = entry.state.request
-        limit = request.sampling.max_tokens - entry.state.num_output_tokens - 1
-        own = request.num_speculative_tokens
-        return limit if own is None else min(limit, own)
-
-    def _predicted(self, entry: RoundEntry, limit: int) -> Proposal | None:
-        if entry.state.prediction is None or limit <= 0:
-            return None
-        fixed, most = self.speculation.num_speculative_tokens, self.speculation.max_num_speculative_tokens
-        token_ids = entry.state.prediction.propose(min(limit, most if fixed is None else fixed))
-        return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
-
-    def _within_draft(self, entry: RoundEntry, limit: int) -> int:
-        """Past the draft's context this request, and only this one, decodes plainly."""
-        assert self.draft is not None
-        state = entry.state
-        room = self.draft.max_length - len(state.token_ids) + 1  # the last drafted token is never written
-        if room > 0:
-            return min(limit, room)
-        if not state.is_past_draft_limit:
-            state.is_past_draft_limit = True
-            self.events.emit("draft_limit_passed", request=state.request.id, limit=self.draft.max_length)
-        return 0
-
-    def _draft_lengths(self, entries: list[RoundEntry], limits: list[int], num_predicted: int) -> list[DraftLength]:
-        """For each request: the round's choice, within what it can use."""
-        num_drafting = sum(limit > 0 for limit in limits)
-        if num_drafting == 0:
-            return [DraftLength(k=0)] * len(entries)
-        num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit == 0)
-        length = self.lengths.choose(num_drafting, num_other_rows + num_predicted)
-        if length.is_probe:
-            limits = self._only_cheapest(entries, limits)
-        return [replace(length, k=min(length.k, limit)) for limit in limits]
-
-    def _only_cheapest(self, entries: list[RoundEntry], limits: list[int]) -> list[int]:
-        """The request whose draft cache lags least: after rounds without drafting all of them lag, and catching up is dear."""
-        assert self.draft is not None
-        lags = [
-            len(entry.state.token_ids) - self.draft.lengths[entry.state.slot] if limit else sys.maxsize
-            for entry, limit in zip(entries, limits, strict=True)
-        ]
-        cheapest = lags.index(min(lags))
-        return [limit if index == cheapest else 0 for index, limit in enumerate(limits)]
 
     def _verdicts(
         self, entries: list[RoundEntry], proposals: list[Proposal | None], target_logits: list[torch.Tensor]
@@ -374,8 +288,7 @@ class Engine:
         sampling = state.request.sampling
         state.token_ids.extend(output)
         state.target_length = len(state.token_ids) - 1
-        if self.draft is not None:
-            self.draft.commit(state.slot, state.target_length)
+        self.drafting.commit(state.slot, state.target_length)
         if state.prefix is not None:
             state.prefix.commit(output)
         if state.prediction is not None:
@@ -400,9 +313,11 @@ class Engine:
         if is_prediction:
             state.num_prediction_tokens += num_drafted
             state.num_accepted_prediction_tokens += num_accepted
-        else:
-            state.draft_version = proposal.draft_version
-            self.lengths.record(num_drafted, verdict.num_accepted, proposal.confidences)
+            return
+        if state.stats.num_drafts == 1 or state.draft_version != proposal.draft_version:
+            own.num_requests += 1
+        state.draft_version = proposal.draft_version
+        self.drafting.record(proposal, num_drafted, verdict.num_accepted)
 
     # --- the end of a request ---------------------------------------------------------------------------------------
 
@@ -433,8 +348,8 @@ class Engine:
             logger.exception("The end of request %s failed.", state.request.id)
             self.events.emit("finish_failed", request=state.request.id, reason=f"{type(error).__name__}: {error}")
         self.scheduler.release(state)
-        if self.draft is not None and state.slot >= 0:
-            self.draft.release(state.slot)
+        if state.slot >= 0:
+            self.drafting.release(state.slot)
 
     def _hand_trace_over(self, state: RequestState) -> None:
         if state.trace is not None and self.trace_sink is not None and state.num_output_tokens > 0:
@@ -444,8 +359,7 @@ class Engine:
         """What made it fail may be numbers that are none; they must not stay in the caches."""
         if state.slot >= 0:
             self.runner.target.clear_slot(state.slot)
-            if self.draft is not None:
-                self.draft.decoder.clear_slot(state.slot)
+            self.drafting.clear_slot(state.slot)
 
     def _keep_prefix(self, state: RequestState) -> None:
         written = state.token_ids[: state.target_length]
@@ -454,8 +368,7 @@ class Engine:
             return
         try:
             self.runner.target.copy_slot(state.slot, kept, len(written))
-            if self.draft is not None:
-                self.draft.adopt(state.slot, kept, len(written))
+            self.drafting.adopt(state.slot, kept, len(written))
         except Exception:
             self.prefixes.give_back(kept)
             raise

@@ -33,6 +33,8 @@ class RequestState:
     draft_version_at_arrival: str = "none"
     draft_version: str = "none"
     """Of its last drafted round; that at arrival until there is one."""
+    is_on_second: bool = False
+    """Served by the second draft of a comparison instead of the one in service."""
     arrived_at: float = field(default_factory=time.time)
     admitted_at: float | None = None
     num_rounds: int = 0

@@ -1,21 +1,51 @@
-"""Takes promoted versions into service: a thread that looks at the registry, fills a spare draft off the loop, checks it,
-and offers it to the engine, which flips over between two rounds."""
+"""Takes versions into service and watches them: a thread that looks at the registry and at the engine's counters.
+
+A version that passed the gate comes as a canary:
+  1. its draft is filled and checked here, off the engine's loop, and offered for CANARY_SHARE of the requests;
+  2. once it has drafted enough, the watch judges: worse, and it is rolled back; else it takes over, and the version before
+     stays on CANARY_SHARE of the requests;
+  3. it is judged again and again until it has served WATCHED_REQUESTS, or the next one has passed the gate: worse, and the
+     version before is back.
+Where the draft in service is not worth drafting with, there is nothing to protect: the canary takes over at once.
+
+An operator's choice is in service at once and watched like step 3; a roll-back is not questioned.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from livedraft.drafts.registry import Registry
-from livedraft.drafts.weights import file_sha256
+from livedraft.engine.drafting import Lineup
 from livedraft.engine.engine import Engine
+from livedraft.engine.watch import CANARY_ROUNDS, Judgement, LiveCounts, Stage, judge
 from livedraft.events import Events
 from livedraft.records import DraftVersion, UserError
 from livedraft.speculation.draft_model import DraftModel
 
 POLL_SECONDS = 0.25
+CANARY_SHARE = 0.1
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """Two versions side by side."""
+
+    stage: Stage
+    new: DraftVersion
+    new_draft: DraftModel
+    old: DraftVersion
+    old_draft: DraftModel
+    decision: dict[str, Any]
+    started: dict[str, LiveCounts]
+    """What both had counted when the trial began, by version."""
+    started_at: float
 
 
 class SwapWatcher:
@@ -27,18 +57,15 @@ class SwapWatcher:
         route: str,
         build: Callable[[DraftVersion], DraftModel],
         events: Events,
-        target_fingerprint: str,
-        serving: str,
         after_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`build` makes a resident draft of a version; `serving` is the version already resident; `after_look` runs on this
-        thread after every look at the registry."""
-        self._after_look = after_look
+        """`build` makes a resident draft of a version, or raises UserError; `after_look` runs on this thread after every look
+        at the registry. What the engine serves now must be what the registry has in service."""
         self._engine, self._registry, self._route = engine, registry, route
-        self._build, self._events = build, events
-        self._target_fingerprint = target_fingerprint
-        self._offered = serving
-        self._refused: set[str] = set()
+        self._build, self._events, self._after_look = build, events, after_look
+        self._serving = registry.in_service(route)
+        self._draft = engine.draft
+        self.trial: Trial | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="swap-watcher", daemon=True)
         self._thread.start()
@@ -50,35 +77,135 @@ class SwapWatcher:
     def _watch(self) -> None:
         torch.set_num_threads(1)  # this thread's own pool: filling a draft must not fight the engine for cores
         while not self._closing.wait(POLL_SECONDS):
-            try:
-                self.look()
-                self._after_look()
-            except Exception as error:  # a thread that dies silently would end all swaps
-                self._events.emit("swap_failed", reason=f"{type(error).__name__}: {error}")
+            for part in (self.look, self._after_look):
+                try:
+                    part()
+                except Exception as error:  # a thread that dies silently would end all swaps
+                    self._events.emit("swap_failed", reason=f"{type(error).__name__}: {error}")
 
     def look(self) -> None:
-        """Offer the version in service when it is another than the one offered last. Raises UserError as the registry."""
-        version = self._registry.in_service(self._route)
-        if version is None or version.id == self._offered or version.id in self._refused:
+        """Follow the registry, then judge what is on trial. Raises UserError as the registry."""
+        serving, canary = self._registry.in_service(self._route), self._registry.canary(self._route)
+        if serving is not None and (self._serving is None or serving.id != self._serving.id):
+            self._take_over(serving)
             return
-        try:
-            self._check(version)
-            draft = self._build(version)
-        except UserError as error:
-            self._refused.add(version.id)
-            self._events.emit("draft_refused", version=version.id, reason=str(error))
-            return
-        decision = next(row["decision"] for row in self._registry.versions(self._route) if row["id"] == version.id)
-        self._engine.offer_draft(draft, prior=(decision or {}).get("alpha"))
-        self._offered = version.id
+        if (
+            self.trial is not None
+            and self.trial.stage == "canary"
+            and (canary is None or canary.id != self.trial.new.id)
+        ):
+            self._end_trial()  # withdrawn by an operator
+        if self.trial is None and canary is not None:
+            self._start_canary(canary)
+        if self.trial is not None:
+            self._judge(self.trial, is_next_waiting=canary is not None and canary.id != self.trial.new.id)
 
-    def _check(self, version: DraftVersion) -> None:
-        if version.target_fingerprint != self._target_fingerprint:
-            raise UserError(f"Version {version.id} was trained for another target ({version.target_fingerprint}).")
-        path = self._registry.weights_path(version.id)
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _take_over(self, version: DraftVersion) -> None:
+        """By an operator's word, or a roll-back."""
+        draft = self._built(version)
+        if draft is None:
+            if self._serving is not None:  # what serves now is the last good one
+                self._registry.serve(self._serving.id, self._route, {})
+                self._registry.set_aside(version.id, "cannot be served")
+            return
+        row = self._registry.version(version.id)
+        before = self._registry.version(self._serving.id)["status"] if self._serving else "none"
+        old, old_draft = self._serving, self._draft
+        self._serving, self._draft = version, draft
+        if before == "rolled_back" or old is None or old_draft is None:
+            self._end_trial(prior=_alpha(row))
+        else:
+            self._start_trial("watched", version, draft, old, old_draft, row["decision"] or {})
+
+    def _start_canary(self, canary: DraftVersion) -> None:
+        draft = self._built(canary)
+        if draft is None:
+            self._registry.set_aside(canary.id, "cannot be served")
+            return
+        decision = self._registry.version(canary.id)["decision"] or {}
+        if self._serving is None or self._draft is None or not self._pays():
+            self._serving, self._draft = self._registry.serve(canary.id, self._route, {"canary": "not needed"}), draft
+            self._end_trial(prior=decision.get("alpha"))
+            return
+        self._start_trial("canary", canary, draft, self._serving, self._draft, decision)
+
+    def _built(self, version: DraftVersion) -> DraftModel | None:
         try:
-            found = file_sha256(path)
-        except OSError as error:
-            raise UserError(f"The weights of version {version.id} cannot be read ({error}).") from error
-        if found != version.sha256:
-            raise UserError(f"{path} does not match its checksum; the file is damaged.")
+            return self._build(version)
+        except UserError as error:
+            self._events.emit("draft_refused", version=version.id, reason=str(error))
+            return None
+
+    def _pays(self) -> bool:
+        """Whether the draft in service is drafted with at all."""
+        service = self._engine.drafting.service
+        return service is not None and service.lengths.best(1) > 0
+
+    def _start_trial(
+        self, stage: Stage, new: DraftVersion, new_draft: DraftModel, old: DraftVersion, old_draft: DraftModel,
+        decision: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.trial = Trial(
+            stage=stage, new=new, new_draft=new_draft, old=old, old_draft=old_draft, decision=decision,
+            started={one.id: self._counts(one) for one in (new, old)}, started_at=time.monotonic(),
+        )  # fmt: skip
+        alpha = decision.get("alpha")
+        if stage == "canary":
+            lineup = Lineup(service=old_draft, second=new_draft, second_prior=alpha, share=CANARY_SHARE)
+        else:
+            lineup = Lineup(service=new_draft, prior=alpha, second=old_draft, share=CANARY_SHARE)
+        self._engine.drafting.offer(lineup)
+        self._events.emit("trial_started", version=new.id, against=old.id, stage=stage, share=CANARY_SHARE)
+
+    def _end_trial(self, prior: float | None = None) -> None:
+        """Only what is in service stays resident."""
+        self.trial = None
+        self._engine.drafting.offer(Lineup(service=self._draft, prior=prior))
+
+    # --- the watch --------------------------------------------------------------------------------------------------
+
+    def _counts(self, version: DraftVersion) -> LiveCounts:
+        return LiveCounts.of(self._engine.stats_by_version.get((self._route, version.id)))
+
+    def _judge(self, trial: Trial, *, is_next_waiting: bool) -> None:
+        failures = self._engine.drafting.failures
+        failure = failures.get(trial.new.id)
+        new, old = (self._counts(one).since(trial.started[one.id]) for one in (trial.new, trial.old))
+        judgement = judge(trial.stage, new, old, expected=trial.decision.get("parent_alpha"))
+        if failure is not None:
+            judgement = Judgement(finding="worse", reason=f"it failed: {failure}", numbers=judgement.numbers)
+        numbers = {
+            **judgement.numbers,
+            "watch": judgement.reason,
+            "seconds": round(time.monotonic() - trial.started_at, 1),
+        }
+        if judgement.finding == "worse":
+            self._roll_back(trial, numbers)
+        elif judgement.finding == "fine" and trial.stage == "canary":
+            self._events.emit("canary_confirmed", version=trial.new.id, previous=trial.old.id, **numbers)
+            self._serving, self._draft = self._registry.serve(trial.new.id, self._route, numbers), trial.new_draft
+            self._start_trial("watched", trial.new, trial.new_draft, trial.old, trial.old_draft, trial.decision)
+        elif (
+            judgement.finding == "fine"
+            or (is_next_waiting and new.num_rounds >= CANARY_ROUNDS)
+            or trial.old.id in failures
+        ):
+            self._events.emit("watch_ended", version=trial.new.id, previous=trial.old.id, **numbers)
+            self._end_trial()
+
+    def _roll_back(self, trial: Trial, numbers: dict[str, Any]) -> None:
+        if trial.stage == "canary":
+            self._registry.withdraw(trial.new.id, numbers)
+        else:
+            self._registry.withdraw(trial.new.id, numbers, status="in_service")  # the numbers first, then who serves
+            self._registry.serve(trial.old.id, self._route, {}, status_of_current="rolled_back")
+        self._serving, self._draft = trial.old, trial.old_draft
+        self._events.emit("draft_rolled_back", version=trial.new.id, previous=trial.old.id, **numbers)
+        self._end_trial()
+
+
+def _alpha(row: dict[str, Any]) -> float | None:
+    alpha: float | None = (row["decision"] or {}).get("alpha")
+    return alpha

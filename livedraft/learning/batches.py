@@ -35,6 +35,10 @@ class Example:
     client_key: str = ""
 
     @property
+    def teaches(self) -> bool:
+        return bool(self.loss_mask_T.any())
+
+    @property
     def prompt_key(self) -> int:
         """The same for every copy of a prompt."""
         return zlib.crc32(self.token_ids[: self.num_prompt_tokens].tobytes())  # not hash(): the same after a restart
@@ -53,8 +57,10 @@ def example_from_trace(trace: Trace, trace_id: int, positions: Literal["all", "r
     num_positions = len(trace.output_token_ids)
     mask = np.ones(num_positions, dtype=bool)
     if positions == "rejected":
-        # The last token of each round: the correction, or the bonus (OSD, Algorithm 1).
-        mask = np.append(trace.round_number_T[1:] != trace.round_number_T[:-1], True)
+        # Where a proposal was rejected and the target's own token stands (OSD, Algorithm 1).
+        is_rejected_P = ~trace.drafted_accepted_P & ~trace.drafted_off_path_P
+        mask[:] = False
+        mask[trace.drafted_position_P[is_rejected_P]] = True
     return Example(
         trace_id=trace_id,
         token_ids=token_ids,
@@ -78,6 +84,7 @@ class TrainBatch:
     teacher_token_ids_NK: torch.Tensor
     teacher_log_probs_NK: torch.Tensor  # float32
     example_N: torch.Tensor  # which of the batch's examples a position belongs to
+    trace_ids_B: torch.Tensor
 
 
 def collate(
@@ -102,6 +109,7 @@ def collate(
         teacher_token_ids_NK=token_ids_NK,
         teacher_log_probs_NK=torch.from_numpy(np.concatenate(teacher_log_probs)).float(),
         example_N=torch.from_numpy(np.concatenate(owners)),
+        trace_ids_B=torch.tensor([example.trace_id for example in examples]),
     )
 
 

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,14 @@ MAX_WAIT_SECONDS = 0.5
 class Capture:
     """`offer` is the engine's trace sink: it never blocks, and counts what it drops when the writer falls behind."""
 
-    def __init__(self, store: TraceStore, events: Events) -> None:
+    def __init__(
+        self, store: TraceStore, events: Events, redact: Callable[[Trace], Trace | None] = lambda trace: trace
+    ) -> None:
+        """`redact` gives what may be kept of a trace, on the writer's thread."""
         self._store = store
+        self._redact = redact
+        self.num_redacted = 0
+        """Traces of which something or all was not kept."""
         self._events = events
         self._queue: queue.Queue[Trace | None] = queue.Queue(maxsize=QUEUE_SIZE)
         self.num_dropped = 0
@@ -68,7 +74,21 @@ class Capture:
             if batch:
                 self._write(batch)
 
+    def _allowed(self, trace: Trace) -> Trace | None:
+        """What fails to be looked at is not kept."""
+        try:
+            allowed = self._redact(trace)
+        except Exception as error:
+            self.num_dropped += 1
+            self._events.emit("redaction_failed", reason=f"{type(error).__name__}: {error}")
+            return None
+        self.num_redacted += allowed is not trace
+        return allowed
+
     def _write(self, batch: list[Trace]) -> None:
+        batch = [allowed for trace in batch if (allowed := self._allowed(trace)) is not None]
+        if not batch:
+            return
         try:
             self._store.append(batch)
         except Exception as error:  # a full disk must not end serving, and the writer must outlive one bad trace

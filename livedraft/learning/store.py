@@ -9,8 +9,10 @@ Readers ignore tensor names they do not know, so a later schema can add some.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import time
 import uuid
 from collections import OrderedDict
@@ -23,12 +25,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from livedraft.drafts.registry import fsync_path, open_database, scrub_database
-from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace
+from livedraft.drafts.database import open_database, scrub_database
+from livedraft.drafts.registry import fsync_path
+from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace, UserError
 
 HELD_OUT_SHARE = 10
 """One conversation in this many is held out."""
 _MAX_OPEN_SHARDS = 8
+_UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError)
+"""What reading a damaged shard raises."""
 
 # Array fields by the letter they run over: T output positions, P drafted positions.
 _PER_OUTPUT = ("teacher_token_ids_TK", "teacher_log_probs_TK", "tail_mass_T", "round_number_T")
@@ -67,6 +72,8 @@ class TraceStore:
     def __init__(self, state: Path) -> None:
         self.state = state
         self.folder = state / "traces"
+        self.num_set_aside = 0
+        """Shards that could not be read."""
         self._open_shards: OrderedDict[str, list[Trace]] = OrderedDict()
 
     def append(self, traces: Sequence[Trace]) -> None:
@@ -88,7 +95,7 @@ class TraceStore:
             temporary.unlink(missing_ok=True)
             raise OSError(f"trace shard not written: {error}") from error
 
-    def _add_rows(self, traces: Sequence[Trace], name: str) -> None:
+    def _add_rows(self, traces: Sequence[Trace], name: str, *, is_found_again: bool = False) -> None:
         with open_database(self.state) as database:
             database.executemany(
                 "INSERT INTO traces (request_id, route, created_at, is_held_out, shard, row, num_output_tokens,"
@@ -97,7 +104,7 @@ class TraceStore:
                     (
                         trace.request_id,
                         trace.route,
-                        time.time(),
+                        trace.arrived_at if is_found_again else time.time(),
                         is_held_out(trace.conversation_key),
                         name,
                         row,
@@ -126,7 +133,7 @@ class TraceStore:
         if traces is None:
             try:
                 traces = read_shard(self.folder / row.shard)
-            except (OSError, SafetensorError, KeyError, ValueError):
+            except _UNREADABLE:
                 self._set_aside(row.shard)
                 return None
             self._open_shards[row.shard] = traces
@@ -134,17 +141,66 @@ class TraceStore:
                 self._open_shards.popitem(last=False)
         return traces[row.row]
 
+    def summary(self) -> dict[str, Any]:
+        """How many traces, and alpha of the last hundred scored ones: all of them, those whose prompt had been trained on, and
+        those whose prompt had not."""
+        with open_database(self.state) as database:
+            total = database.execute("SELECT count(*) FROM traces").fetchone()[0]
+            scored = database.execute(
+                "SELECT alpha, is_repeat FROM traces WHERE alpha IS NOT NULL ORDER BY id DESC LIMIT 100"
+            ).fetchall()
+
+        def mean(values: list[float]) -> float | None:
+            return sum(values) / len(values) if values else None
+
+        return {
+            "traces": total,
+            "store_bytes": sum(path.stat().st_size for path in self.folder.glob("shard-*")),
+            "alpha_last_100": mean([alpha for alpha, _ in scored]),
+            "alpha_seen_prompts": mean([alpha for alpha, is_repeat in scored if is_repeat]),
+            "alpha_new_prompts": mean([alpha for alpha, is_repeat in scored if not is_repeat]),
+        }
+
     def close_shards(self) -> None:
         """Read from disk again next time: shards may have been rewritten."""
         self._open_shards.clear()
 
-    def record_alpha(self, scores: dict[int, tuple[float, float]]) -> None:
-        """Store (alpha, alpha_served) by trace id."""
+    def record_alpha(self, scores: dict[int, tuple[float, float, bool]]) -> None:
+        """Store (alpha, alpha_served, whether its prompt had been trained on before) by trace id."""
         with open_database(self.state) as database:
             database.executemany(
-                "UPDATE traces SET alpha = ?, alpha_served = ? WHERE id = ?",
-                [(alpha, served, trace_id) for trace_id, (alpha, served) in scores.items()],
+                "UPDATE traces SET alpha = ?, alpha_served = ?, is_repeat = ? WHERE id = ?",
+                [(alpha, served, int(is_repeat), trace_id) for trace_id, (alpha, served, is_repeat) in scores.items()],
             )
+
+    # --- after a crash ----------------------------------------------------------------------------------------------
+
+    def reconcile(self) -> int:
+        """For the owner of the folder, at start: half-written shards go, and whole ones whose rows were not written in time get
+        them. A shard with a trace that is known already is what a cut-short deletion left over, and goes. Returns how many
+        traces were found again."""
+        if not self.folder.exists():
+            return 0
+        for leftover in self.folder.glob(".tmp-*"):
+            leftover.unlink()
+        with open_database(self.state) as database:
+            shards = {row[0] for row in database.execute("SELECT DISTINCT shard FROM traces").fetchall()}
+            known_ids = {row[0] for row in database.execute("SELECT request_id FROM traces").fetchall()}
+        num_found = 0
+        for path in sorted(self.folder.glob("shard-*.safetensors")):
+            if path.name in shards:
+                continue
+            try:
+                traces = read_shard(path)
+            except _UNREADABLE:
+                self._set_aside(path.name)
+                continue
+            if any(trace.request_id in known_ids for trace in traces):
+                path.unlink()
+                continue
+            self._add_rows(traces, path.name, is_found_again=True)
+            num_found += len(traces)
+        return num_found
 
     # --- limits and deletion ----------------------------------------------------------------------------------------
 
@@ -165,6 +221,18 @@ class TraceStore:
                 doomed.append(shard)
         return sum(self._remove_shard(shard) for shard in doomed)
 
+    def delete_all(self) -> int:
+        """Every trace, of everybody, with whatever is damaged."""
+        with open_database(self.state) as database:
+            count: int = database.execute("SELECT count(*) FROM traces").fetchone()[0]
+        for path in self.folder.glob("*") if self.folder.exists() else ():
+            self._open_shards.pop(path.name, None)
+            path.unlink()
+        with open_database(self.state) as database:
+            database.execute("DELETE FROM traces")
+        scrub_database(self.state)
+        return count
+
     def delete_client(self, client_key: str) -> int:
         """Remove all traces of a client, rewriting the shards they share with others, so that nothing of them is left on
         disk: not in a shard, a damaged file, the database or its log. Returns how many."""
@@ -181,7 +249,11 @@ class TraceStore:
         return len(found)
 
     def _rewrite_shard(self, shard: str, doomed: set[int]) -> None:
-        traces = read_shard(self.folder / shard)
+        try:
+            traces = read_shard(self.folder / shard)
+        except _UNREADABLE:  # nobody can say whose the rest of it is
+            self._remove_shard(shard)
+            return
         kept = [(row, trace) for row, trace in enumerate(traces) if row not in doomed]
         if not kept:
             self._remove_shard(shard)
@@ -198,9 +270,9 @@ class TraceStore:
         self._forget_file(shard)
 
     def _remove_shard(self, shard: str) -> int:
+        self._forget_file(shard)  # first: a shard without rows would be found again after a crash, rows without one go
         with open_database(self.state) as database:
             count: int = database.execute("DELETE FROM traces WHERE shard = ?", (shard,)).rowcount
-        self._forget_file(shard)
         return count
 
     def _forget_file(self, shard: str) -> None:
@@ -209,10 +281,49 @@ class TraceStore:
 
     def _set_aside(self, shard: str) -> None:
         path = self.folder / shard
+        self.num_set_aside += 1
         if path.exists():
             os.replace(path, path.with_suffix(".damaged"))
         with open_database(self.state) as database:
             database.execute("DELETE FROM traces WHERE shard = ?", (shard,))
+
+
+# --- traces in memory -----------------------------------------------------------------------------------------------
+
+_MEMORY_FOLDER = Path("/dev/shm")
+
+
+def keep_in_memory(state: Path) -> None:
+    """From now on the state's traces live on tmpfs: `traces` is a link to a folder there. Raises UserError where there is
+    none, or when traces are kept on disk already."""
+    clear_memory(state)
+    folder = state / "traces"
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} holds traces on disk; delete them (livedraft traces delete --all) or give another --state for "
+            "memory_only."
+        )
+    if not _MEMORY_FOLDER.is_dir():
+        raise UserError("memory_only needs a memory file system at /dev/shm, and this system has none.")
+    name = hashlib.blake2b(str(state.resolve()).encode(), digest_size=8).hexdigest()
+    in_memory = _MEMORY_FOLDER / f"livedraft-{os.getuid()}-{name}"
+    shutil.rmtree(in_memory, ignore_errors=True)  # of a process that was killed
+    in_memory.mkdir(mode=0o700)
+    if folder.exists():
+        folder.rmdir()
+    folder.symlink_to(in_memory)
+
+
+def clear_memory(state: Path) -> None:
+    """Traces that `keep_in_memory` kept are gone, with their rows; those on disk stay."""
+    folder = state / "traces"
+    if not folder.is_symlink():
+        return
+    shutil.rmtree(folder.resolve(), ignore_errors=True)
+    folder.unlink()
+    with open_database(state) as database:
+        database.execute("DELETE FROM traces")
+    scrub_database(state)
 
 
 def write_shard(path: Path, traces: Sequence[Trace]) -> None:

@@ -15,6 +15,7 @@ V target vocabulary, K teacher tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,19 +23,25 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from livedraft.config import LearningConfig
-from livedraft.device import cpu_has_bf16_instructions
+from livedraft.config import LEARNING_RATES, LearningConfig
+from livedraft.device import available_memory_bytes, cpu_has_bf16_instructions
 from livedraft.drafts.weights import DraftWeights, decoder_weights
 from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
-from livedraft.learning.losses import LOSS_FUNCTIONS, compare
+from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
+from livedraft.learning.selection import CONTROL_SHARE, keep_largest
 from livedraft.models.config import ModelConfig
 from livedraft.models.decoder import DecoderWeights, RotaryTable, run_layers
+from livedraft.records import UserError
 from livedraft.sampling import logits_to_probs
 
 ROWS_PER_CHUNK = 512
 """Rows of draft logits in memory at once."""
 _LOWEST_RATE = 0.2
 """Of the starting rate."""
+EXPLODED_LOSS = 3.0
+"""Times the loss of a uniform guess over the draft's vocabulary."""
+_COPIES_IN_TRAINING = 5
+"""Of a draft's weights: themselves, gradient, two moments, running average."""
 _BETAS, _WEIGHT_DECAY, _MAX_GRADIENT_NORM = (0.9, 0.95), 0.0, 1.0
 
 
@@ -45,6 +52,8 @@ class StepReport:
     num_positions: int
     num_skipped: int
     """Positions whose target mass the draft's vocabulary hardly covers; they taught nothing."""
+    num_selected: int
+    """Positions the loss is the mean of: all, or those a reference selected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +70,22 @@ class Score:
     num_positions: int
     served_overlap_T: np.ndarray
     """What alpha_served is the mean of: the chance that a token drafted at the position is accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """A draft ready to be run: its weights, and the row of each target token or −1."""
+
+    weights: DecoderWeights
+    lookup_V: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    loss: float = 0.0
+    overlap: float = 0.0
+    num_taught: int = 0
+    num_used: int = 0
 
 
 class BadStepError(ArithmeticError):
@@ -83,17 +108,31 @@ class Trainer:
         self.model_config = model_config
         self.embedding_VD = embedding_VD
         self.head_VD = head_VD
+        self.max_positions = max_positions
         self.rotary = RotaryTable(model_config, max_positions, torch.float32, torch.device("cpu"))
         self.uses_bf16 = cpu_has_bf16_instructions()
+        self.base_rate = config.learning_rate or LEARNING_RATES[0]
         self.flops = 0.0
         """Floating-point operations of training and scoring so far: 2 a weight and token forward, 4 backward."""
         self.restart_from(draft)
+
+    def copy(self, config: LearningConfig) -> Trainer:
+        """Another trainer that starts from the weights as they are, sharing what is frozen."""
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return Trainer(
+            config=config,
+            model_config=self.model_config,
+            draft=DraftWeights(tensors=weights, draft_to_target_W=self.draft_to_target_W),
+            embedding_VD=self.embedding_VD,
+            head_VD=self.head_VD,
+            max_positions=self.max_positions,
+        )
 
     def restart_from(self, draft: DraftWeights) -> None:
         """Train on from these weights, the optimiser's memory empty."""
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=self.config.learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+            self.parameters.values(), lr=self.base_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
         )
         self.averaged = {name: tensor.clone() for name, tensor in draft.tensors.items()}
         self.num_steps = self.schedule_step = 0
@@ -107,6 +146,7 @@ class Trainer:
             "draft_to_target": self.draft_to_target_W,
             "num_steps": torch.tensor(self.num_steps),
             "schedule_step": torch.tensor(self.schedule_step),
+            "base_rate": torch.tensor(self.base_rate, dtype=torch.float64),
         }
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
@@ -119,6 +159,7 @@ class Trainer:
         """Raises KeyError for what `state_tensors` did not make."""
         names = [name.removeprefix("parameter.") for name in tensors if name.startswith("parameter.")]
         weights = {name: tensors[f"parameter.{name}"] for name in names}
+        self.base_rate = float(tensors["base_rate"])
         self.restart_from(DraftWeights(tensors=weights, draft_to_target_W=tensors["draft_to_target"]))
         self.averaged = {name: tensors[f"averaged.{name}"].clone() for name in names}
         self.num_steps, self.schedule_step = int(tensors["num_steps"]), int(tensors["schedule_step"])
@@ -128,26 +169,39 @@ class Trainer:
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
-    def step(self, examples: Sequence[Example], between: Callable[[], None] = lambda: None) -> StepReport:
-        """One optimiser step; `between` is called between micro-batches. Raises BadStepError, the weights untouched, when the
-        gradient is not finite."""
+    def step(
+        self,
+        examples: Sequence[Example],
+        between: Callable[[], None] = lambda: None,
+        reference: DraftWeights | None = None,
+    ) -> StepReport:
+        """One optimiser step; `between` is called between micro-batches. With a `reference` only the positions teach that it
+        shows to be learnable (`selection.py`).
+
+        Raises BadStepError, the weights untouched, when the gradient is not finite or the loss is that of an exploded model.
+        """
         total_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
         weights = self._weights()
+        teacher = None if reference is None else self._scorer(reference)
         loss_sum = alpha_sum = 0.0
-        num_taught = 0
+        num_taught = num_used = 0
         with self._autocast():  # one context for the whole step: the cast of each weight is made once
             for micro_batch in micro_batches(examples, self.config.micro_batch_tokens):
                 batch = collate(micro_batch, self.target_to_draft_V)
-                loss, overlap, taught = self._accumulate_gradients(batch, weights, total_positions)
-                loss_sum += loss
-                alpha_sum += overlap
-                num_taught += taught
+                sums = self._accumulate_gradients(batch, weights, total_positions, teacher)
+                loss_sum += sums.loss
+                alpha_sum += sums.overlap
+                num_taught += sums.num_taught
+                num_used += sums.num_used
                 self.flops += 6.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
                 between()
+        if 0 < num_used < total_positions:  # the mean over those that are used
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(total_positions / num_used)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
-        if not torch.isfinite(norm):  # one such step would make every weight NaN for good
-            self.optimizer.zero_grad(set_to_none=True)
-            raise BadStepError(f"the gradient is not finite (loss {loss_sum / total_positions})")
+        loss = loss_sum / max(1, num_used)
+        self._refuse_bad_step(norm, loss)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         self.optimizer.step()
@@ -159,29 +213,45 @@ class Trainer:
         for name, parameter in self.parameters.items():
             self.averaged[name].lerp_(parameter.detach(), 1.0 - decay)
         return StepReport(
-            loss=loss_sum / total_positions,
+            loss=loss,
             alpha=alpha_sum / total_positions,
             num_positions=total_positions,
             num_skipped=total_positions - num_taught,
+            num_selected=num_used,
         )
+
+    def _refuse_bad_step(self, norm: torch.Tensor, loss: float) -> None:
+        """One NaN would make every weight NaN for good; a loss far above that of a uniform guess comes from a model that has
+        blown up. (No limit for neg_log_alpha, which may be anything.)"""
+        limit = EXPLODED_LOSS * math.log(len(self.draft_to_target_W) + 1)
+        is_exploded = loss > limit and self.config.loss != "neg_log_alpha"
+        if bool(torch.isfinite(norm)) and not is_exploded:
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        if is_exploded:
+            raise BadStepError(f"the loss is {loss:.1f}, which is far worse than a uniform guess")
+        raise BadStepError(f"the gradient is not finite (loss {loss})")
 
     @property
     def learning_rate(self) -> float:
-        """Of the coming step. Constant first, then falling with the root of the steps: a constant rate learns fast at the start
-        of a stream and then stands still in its own noise (docs/experiments.md)."""
-        start = self.config.decay_from_step
+        """Of the coming step. Rising first, while the optimiser's moments are young; then constant; then falling with the
+        root of the steps: a constant rate learns fast at the start of a stream and then stands still in its own noise
+        (docs/experiments.md)."""
+        warmup, start = self.config.warmup_steps, self.config.decay_from_step
+        if self.num_steps < warmup:
+            return self.base_rate * (self.num_steps + 1) / (warmup + 1)
         if start == 0 or self.schedule_step < start:
-            return self.config.learning_rate
-        return self.config.learning_rate * max(_LOWEST_RATE, (start / (self.schedule_step + 1)) ** 0.5)
+            return self.base_rate
+        return self.base_rate * max(_LOWEST_RATE, (start / (self.schedule_step + 1)) ** 0.5)
 
     def restart_schedule(self) -> None:
         """The traffic has changed: the full rate and a short average again, the weights and their moments kept."""
         self.schedule_step = 0
 
     def _accumulate_gradients(
-        self, batch: TrainBatch, weights: DecoderWeights, total_positions: int
-    ) -> tuple[float, float, int]:
-        """(sum of the loss, sum of Σ min, number of positions that teach) over a micro-batch.
+        self, batch: TrainBatch, weights: DecoderWeights, total_positions: int, reference: Scorer | None
+    ) -> _Sums:
+        """Over a micro-batch, which is also the window that a selection is made in.
 
         The backward pass of each chunk of logits runs at once, down to the hidden states; only then the layers' own.
         So a single chunk of [rows, W] logits is ever held, and nothing is computed twice.
@@ -189,21 +259,45 @@ class Trainer:
         loss_function = LOSS_FUNCTIONS[self.config.loss]
         hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
         leaf_ND = hidden_ND.detach().requires_grad_()
-        loss_sum = overlap_sum = 0.0
-        num_taught = 0
+        sums = _Sums()
+        selected_N = None if reference is None else self._selected(batch, leaf_ND, weights, reference)
         for start in range(0, leaf_ND.shape[0], ROWS_PER_CHUNK):
             rows = slice(start, start + ROWS_PER_CHUNK)
             logits_NW = weights.head(leaf_ND[rows]).float()
             comparison = compare(logits_NW, batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows])
             teaches_N = comparison.teaches_N
+            used_N = teaches_N if selected_N is None else teaches_N & selected_N[rows]
             # where, not a product: a position that teaches nothing may have an infinite loss.
-            loss = torch.where(teaches_N, loss_function(comparison), 0.0).sum()
+            loss = torch.where(used_N, loss_function(comparison), 0.0).sum()
             (loss / total_positions).backward()
-            loss_sum += loss.item()
-            overlap_sum += comparison.overlap_N.detach().sum().item()
-            num_taught += int(teaches_N.sum())
+            sums.loss += loss.item()
+            sums.overlap += comparison.overlap_N.detach().sum().item()
+            sums.num_taught += int(teaches_N.sum())
+            sums.num_used += int(used_N.sum()) if selected_N is not None else len(used_N)
         hidden_ND.backward(leaf_ND.grad)
-        return loss_sum, overlap_sum, num_taught
+        return sums
+
+    @torch.no_grad()
+    def _selected(
+        self, batch: TrainBatch, hidden_ND: torch.Tensor, weights: DecoderWeights, reference: Scorer
+    ) -> torch.Tensor:
+        """Which rows teach: those where the draft has most to gain by the reference's example (AdaSPEC, section 3.2).
+        Examples of the control group keep all of theirs."""
+        reference_hidden_ND = self._hidden(batch.token_ids_BT, reference.weights)[batch.loss_rows_N]
+        reference_rows_NK = reference.lookup_V[batch.teacher_token_ids_NK]
+        gains = []
+        for start in range(0, hidden_ND.shape[0], ROWS_PER_CHUNK):
+            rows = slice(start, start + ROWS_PER_CHUNK)
+            log_probs_NK = batch.teacher_log_probs_NK[rows]
+            own = compare(weights.head(hidden_ND[rows]).float(), batch.teacher_rows_NK[rows], log_probs_NK)
+            other = compare(
+                reference.weights.head(reference_hidden_ND[rows]).float(), reference_rows_NK[rows], log_probs_NK
+            )
+            gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
+        self.flops += 2.0 * _num_weights(reference.weights) * batch.token_ids_BT.numel()
+        keeps_N = keep_largest(torch.cat(gains), self.config.select_fraction)
+        is_control_B = batch.trace_ids_B % CONTROL_SHARE == 0
+        return keeps_N | is_control_B[batch.example_N]
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +306,8 @@ class Trainer:
     ) -> list[Score]:
         """Acceptance of each example under the given draft, or under what `snapshot` would give. In the order given."""
         draft = draft or DraftWeights(tensors=self.averaged, draft_to_target_W=self.draft_to_target_W)
-        weights, lookup_V = self._weights_of(draft), self._lookup(draft.draft_to_target_W)
+        scorer = self._scorer(draft)
+        weights, lookup_V = scorer.weights, scorer.lookup_V
         scores: dict[int, Score] = {}
         order = {id(example): index for index, example in enumerate(examples)}
         with torch.no_grad(), self._autocast():
@@ -273,6 +368,9 @@ class Trainer:
 
     # --- the forward pass -------------------------------------------------------------------------------------------
 
+    def _scorer(self, draft: DraftWeights) -> Scorer:
+        return Scorer(weights=self._weights_of(draft), lookup_V=self._lookup(draft.draft_to_target_W))
+
     def _weights(self) -> DecoderWeights:
         return self._weights_of(DraftWeights(tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
 
@@ -307,6 +405,20 @@ class Trainer:
         positions_N = torch.arange(T).repeat(B)
         hidden_ND = run_layers(hidden_ND, positions_N, weights.layers, config, self.rotary, attend)
         return F.rms_norm(hidden_ND, (config.width,), weights.final_norm_D, config.norm_eps)
+
+
+def require_memory(draft: DraftWeights, config: LearningConfig) -> None:
+    """Raises UserError with the number when training this draft would not fit into what the machine has free."""
+    num_weights = sum(tensor.numel() for tensor in draft.tensors.values())
+    num_trainers = len(LEARNING_RATES) if config.learning_rate is None else 1
+    logits = 3 * ROWS_PER_CHUNK * max(draft.vocabulary_size, config.max_vocabulary_size)
+    needed = 4 * (num_trainers * _COPIES_IN_TRAINING * num_weights + logits)
+    free = available_memory_bytes()
+    if needed > free:
+        raise UserError(
+            f"Training this draft needs about {needed / 2**30:.1f} GiB and the machine has {free / 2**30:.1f} free; take fewer "
+            "num_draft_layers, a smaller max_vocabulary_size, or a fixed learning_rate."
+        )
 
 
 def _num_weights(weights: DecoderWeights) -> int:

@@ -1,12 +1,12 @@
 """The training process: `python -m livedraft.learning.worker --state DIR --target FILE --settings JSON`.
 
 It reads traces from the store, scores them, trains a private copy of the draft, and offers candidates to the gate. It
-talks to the serving process through the state folder only (store, registry, status row), and ends when the pipe on its
+talks to the serving process through the state folder only (store, registry, status row, events), and ends when the pipe on its
 standard input closes. Serving never waits for it.
 
 One turn of its loop:
   1. score what is new with the version that served it (prequential: score first, train later);
-  2. test a frozen candidate when evidence it has not trained on is there;
+  2. test a frozen candidate when evidence it has not trained on is there; one that passes goes to the watch as a canary;
   3. when enough was learnt since the last one, freeze a candidate: at once if what has just arrived is evidence enough (it is
      not trained on yet), else when there is nothing left to train on;
   4. when a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
@@ -20,28 +20,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import Registry, fsync_path, new_version_id, read_controls, write_status
-from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
+from livedraft.drafts.database import read_controls, record_events, write_status
+from livedraft.drafts.registry import Registry, fsync_path, new_version_id
+from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.memory import Memory
 from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
+from livedraft.learning.rates import RateTrial
+from livedraft.learning.selection import Reference
 from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.learning.trainer import BadStepError, Score, Trainer
-from livedraft.learning.vocabulary import VocabularyUse
+from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
 from livedraft.models.load import load_embedding_and_head
 from livedraft.records import DraftVersion, UserError
 
@@ -50,15 +53,15 @@ BUSY_PAUSE_SECONDS = {"gentle": 2.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
 DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 """Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""
-DRIFT_TRACES = 64
-"""New requests after a drift that train with one replayed request each instead of replay_per_new."""
 CHECKPOINT_SECONDS = 60.0
+REPORT_SECONDS = 5.0
+"""The status is written when it changes, and its figures at least this often."""
 MAX_BAD_STEPS = 3
 """Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
+MAX_COOLDOWN_DOUBLINGS = 5
+"""The breaker: each roll-back in a row doubles what has to be learnt before the next candidate, up to 32 times; one version
+that stays closes it again."""
 _CHECKPOINT_NAME = "trainer.checkpoint.safetensors"
-MAX_GATE_HELD_OUT = 200
-MAX_KEPT_EXAMPLES = 2000
-"""Replay window, in traces."""
 _MAX_KEPT_DRAFTS = 4
 
 
@@ -71,7 +74,8 @@ class Worker:
             raise UserError(f"{state} has no draft in service on route {route}; start serving with this state first.")
         self.in_service = in_service
         model_config, embedding_VD, head_VD = load_embedding_and_head(target)
-        draft = load_draft(self.registry.weights_path(in_service.id))
+        draft = self.registry.load(in_service)
+        require_memory(draft, config)
         self.trainer = Trainer(
             config=config,
             model_config=model_config,
@@ -80,6 +84,9 @@ class Worker:
             head_VD=head_VD,
             max_positions=max_positions,
         )
+        self.memory = Memory(config, model_config.vocabulary_size)
+        self.rate_trial = RateTrial(self.trainer, config) if config.learning_rate is None else None
+        self.reference = Reference(config)
         self.controls = read_controls(state)
         self.is_asked = False
         """`learn now` was said and no candidate has been frozen since: turns that score or test must not lose it."""
@@ -87,31 +94,27 @@ class Worker:
         self.last_problem = ""
         self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
         self.num_drifts = 0
-        self._num_after_drift = DRIFT_TRACES
-        self.vocabulary = VocabularyUse(model_config.vocabulary_size)
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
-        self.examples: OrderedDict[int, Example] = OrderedDict()  # training side, oldest first
-        self.held_out: OrderedDict[int, Example] = OrderedDict()
-        self.fresh: list[Example] = []  # scored, not yet trained on
-        self.copies: Counter[int] = Counter()
-        """By prompt: how often it was in a batch."""
-        self.trained_ids: set[int] = set()
-        self.random = random.Random(config.seed)
         self.last_trace_id = 0
-        self.newest_trained_id = 0
-        self.num_trained = 0
         self.num_since_candidate = 0
         self.num_candidates = 0
         self.num_tests_since_promotion = 0
         self.candidate: DraftVersion | None = None
+        """Frozen, waiting for evidence."""
+        self.canary = self.registry.canary(route)
+        """Through the gate, on trial in the serving process."""
+        self.num_rolled_back = 0
+        """In a row."""
         self.train_seconds = 0.0
         """Spent in steps and scores, pauses for serving not counted."""
         self.num_train_tokens = 0
+        self.last_loss: float | None = None
         self._paused_seconds = 0.0
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
+        self._reported_at = 0.0
         self._checkpoint_path = state / _CHECKPOINT_NAME
         self._checkpointed_at = time.monotonic()
         self._resume()
@@ -121,13 +124,21 @@ class Worker:
     def run(self) -> None:
         self._report("waiting for traces")
         while True:
-            if not self.turn():
+            try:
+                is_active = self.turn()
+            except (
+                UserError
+            ) as error:  # the disk is full, or the database locked: what is learnt stays, and it tries again
+                self._say_problem(str(error))
+                is_active = False
+                time.sleep(10 * POLL_SECONDS)
+            if not is_active:
                 if not self.controls["paused"]:
                     self._report("waiting for traces")
                 time.sleep(POLL_SECONDS)
 
     def turn(self) -> bool:
-        """One turn; False when there was nothing to do."""
+        """One turn; False when there was nothing to do. Raises UserError when the state folder cannot be used just now."""
         self._heed_controls()
         if self.controls["paused"]:
             self._report("paused")
@@ -137,18 +148,27 @@ class Worker:
         if self._score_new() or self._test_candidate():
             return True
         self._checkpoint_now_and_then()
-        num_needed = max(self.config.traces_per_candidate, self.num_trained // 4)
-        is_due = self.candidate is None and self.num_since_candidate >= (1 if self.is_asked else num_needed)
-        if is_due and self._is_enough(self._evidence(self.newest_trained_id)):
+        is_due = self._is_candidate_due()
+        if is_due and self._is_enough(self.memory.evidence(self.memory.newest_trained_id)):
             self._freeze_candidate()
-        elif len(self.fresh) >= self.config.traces_per_chunk:
-            self._train(self.fresh[: self.config.traces_per_chunk])
-            self.fresh = self.fresh[self.config.traces_per_chunk :]
+        elif (batch := self.memory.next_batch()) is not None:
+            self._train(*batch)
         elif not self._replay():
             if not is_due:
                 return False
             self._freeze_candidate()  # idle: offer what there is, and wait for evidence
         return True
+
+    def _is_candidate_due(self) -> bool:
+        if self.candidate is not None or self.canary is not None or self.rate_trial is not None:
+            return False
+        return self.num_since_candidate >= (1 if self.is_asked else self.num_needed)
+
+    @property
+    def num_needed(self) -> int:
+        """Requests to train on before the next candidate: more as learning slows, doubled by each roll-back in a row."""
+        usual = max(self.config.traces_per_candidate, self.memory.num_trained // 4)
+        return usual * 2 ** min(self.num_rolled_back, MAX_COOLDOWN_DOUBLINGS)
 
     def _heed_controls(self) -> None:
         """What an operator asked for since the last turn."""
@@ -160,10 +180,7 @@ class Worker:
     def _forget_deleted(self) -> None:
         """Traces that are gone from the store leave everything kept here. Weights already trained cannot be unlearnt."""
         left = {row.id for row in self.store.rows(route=self.route, limit=-1)}
-        for kept in (self.examples, self.held_out):
-            for trace_id in [trace_id for trace_id in kept if trace_id not in left]:
-                del kept[trace_id]
-        self.fresh = [example for example in self.fresh if example.trace_id in left]
+        self.memory.forget_all_but(left)
         self._to_score = [(row, example) for row, example in self._to_score if row.id in left]
         for scores in self.scores.values():
             for trace_id in [trace_id for trace_id in scores if trace_id not in left]:
@@ -171,56 +188,74 @@ class Worker:
         self.store.close_shards()
 
     def _follow_service(self) -> None:
-        """An operator or the watch may have put another version into service: training goes on from there."""
+        """The watch has decided on the canary, or an operator put another version into service."""
         serving = self.registry.in_service(self.route)
+        if self.canary is not None:
+            status = self.registry.version(self.canary.id)["status"]
+            if status == "canary":
+                return
+            canary, self.canary = self.canary, None
+            if serving is not None and serving.id == canary.id:
+                self.in_service = serving
+                self.num_tests_since_promotion = self.num_rolled_back = 0
+                return
+            self._start_again("the canary was rolled back")
         if serving is None or serving.id == self.in_service.id:
             return
-        weights = self._draft(serving.id)
-        if weights is None:
-            return
+        was_rolled_back = self.registry.version(self.in_service.id)["status"] == "rolled_back"
         self.in_service = serving
         self.num_tests_since_promotion = 0
-        self.candidate = None
+        self._start_again("the version in service was rolled back" if was_rolled_back else "another version serves now")
+
+    def _start_again(self, reason: str) -> None:
+        """Train on from what is in service. After a roll-back what was learnt since is not trusted, and the breaker opens."""
+        weights = self._draft(self.in_service.id)
+        if weights is None:
+            return
+        self.candidate = self.rate_trial = None
         self.trainer.restart_from(weights)
+        if "rolled back" in reason:
+            self.num_rolled_back += 1
+            self.num_since_candidate = 0
+        self._emit(
+            "training_restarted", version=self.in_service.id, reason=reason, next_candidate_after=self.num_needed
+        )
 
     def _read_new_traces(self) -> None:
+        num_set_aside = self.store.num_set_aside
         for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
             self.last_trace_id = row.id
             trace = self.store.read(row)
             if trace is None or not trace.output_token_ids:
                 continue
             example = example_from_trace(trace, row.id, self.config.positions)
-            if row.id in self.trained_ids:
-                self.examples[row.id] = example  # before a restart
+            if row.id in self.memory.trained_ids:
+                self.memory.add_trained(example)
             else:
                 self._to_score.append((row, example))
-        while len(self.examples) > MAX_KEPT_EXAMPLES:
-            self.examples.popitem(last=False)
+        if self.store.num_set_aside > num_set_aside:
+            self._emit("shards_set_aside", num_shards=self.store.num_set_aside - num_set_aside)
 
     def _score_new(self) -> bool:
         """Prequential: with the version that served the request, before anything is trained on it."""
         if not self._to_score:
             return False
         self._report("scoring")
-        batch, self._to_score = self._to_score, []
+        batch = self._to_score
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
             by_version.setdefault(row.draft_version, []).append(example)
-        found: dict[int, tuple[float, float]] = {}
+        found: dict[int, tuple[float, float, bool]] = {}
         for version, examples in by_version.items():
             if self._draft(version) is None:
                 continue  # served without a draft, or by one that is gone
             for example, score in zip(examples, self._scores(version, examples), strict=True):
-                found[example.trace_id] = (score.alpha, score.alpha_served)
-        self._watch_for_drift([alpha for alpha, _ in (found[trace_id] for trace_id in sorted(found))])
+                found[example.trace_id] = (score.alpha, score.alpha_served, self.memory.has_trained_on(example))
         self.store.record_alpha(found)
+        self._to_score = []  # only now: a database that is locked costs a turn, not the traces
         for row, example in batch:
-            if row.is_held_out:
-                self.held_out[row.id] = example
-                if len(self.held_out) > MAX_GATE_HELD_OUT:
-                    self.held_out.popitem(last=False)
-            elif self.copies[example.prompt_key] + len(self._waiting(example)) < self.config.max_passes:
-                self.fresh.append(example)
+            self.memory.add(example, is_held_out=row.is_held_out)
+        self._watch_for_drift([found[trace_id][0] for trace_id in sorted(found)])
         return True
 
     def _watch_for_drift(self, alphas: Sequence[float]) -> None:
@@ -230,85 +265,71 @@ class Worker:
             return
         recent = list(self.recent_alphas)
         before, now = recent[:-DRIFT_SHORT], recent[-DRIFT_SHORT:]
-        if sum(now) / len(now) < DRIFT_RATIO * sum(before) / len(before):
+        if _mean(now) < DRIFT_RATIO * _mean(before):
             self.trainer.restart_schedule()
             self.recent_alphas.clear()
             self.num_drifts += 1
-            self._num_after_drift = 0
-            self._status = ""  # report it
+            self.memory.prefer_new()
+            self._emit("drift", alpha=_mean(now), before=_mean(before))
 
-    def _waiting(self, example: Example) -> list[Example]:
-        """Copies of the same prompt that are still to be trained on."""
-        return [one for one in self.fresh if one.prompt_key == example.prompt_key]
+    # --- training ---------------------------------------------------------------------------------------------------
 
-    def _train(self, new: Sequence[Example]) -> None:
-        """One optimiser step on new examples and `replay_per_new` old ones for each."""
+    def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
+        """One optimiser step on new examples and replayed ones."""
         self._report("training")
-        for example in new:
-            self.vocabulary.add(example)
         if self.trainer.num_steps == 0:
-            self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))
-        is_drifting = self._num_after_drift < DRIFT_TRACES
-        self._num_after_drift += len(new)
-        replay_per_new = min(1, self.config.replay_per_new) if is_drifting else self.config.replay_per_new
-        batch = [*new, *self._replayed(replay_per_new * len(new))]
+            self._change_vocabulary()
+        batch = [*new, *old]
+        if self.rate_trial is not None:
+            with self._timed():
+                self.rate_trial.step(new, batch, self._between)
         self._step(batch)
-        for example in new:
-            self.examples[example.trace_id] = example
-            self.trained_ids.add(example.trace_id)
-            self.newest_trained_id = max(self.newest_trained_id, example.trace_id)
-            if len(self.examples) > MAX_KEPT_EXAMPLES:
-                self.examples.popitem(last=False)
-        self.num_trained += len(new)
+        self.memory.mark_trained(new)
         self.num_since_candidate += len(new)
+        if self.rate_trial is not None and self.rate_trial.is_over:
+            self.trainer, scores = self.rate_trial.winner()
+            self.rate_trial = None
+            self._emit("rate_chosen", rate=self.trainer.base_rate, alphas=scores)
 
     def _replay(self) -> bool:
         """Idle compute: old examples again, each at most max_passes times in all."""
-        batch = self._replayed((1 + self.config.replay_per_new) * self.config.traces_per_chunk)
+        batch = [] if self.rate_trial is not None else self.memory.idle_batch()
         if not batch:
             return False
         self._report("replaying")
         self._step(batch)
         return True
 
-    def _replayed(self, count: int) -> list[Example]:
-        usable = [
-            example for example in self.examples.values() if self.copies[example.prompt_key] < self.config.max_passes
-        ]
-        picked = self.random.sample(usable, len(usable)) if count < len(usable) else usable
-        # Each prompt once, and no client more than half of the batch.
-        batch: list[Example] = []
-        by_client: Counter[str] = Counter()
-        prompts: set[int] = set()
-        for example in picked:
-            is_crowd = example.client_key and by_client[example.client_key] >= max(1, count // 2)
-            if len(batch) < count and not is_crowd and example.prompt_key not in prompts:
-                batch.append(example)
-                by_client[example.client_key] += 1
-                prompts.add(example.prompt_key)
-        return batch
-
     def _step(self, batch: list[Example]) -> None:
         for example in batch:
-            self.copies[example.prompt_key] += 1
+            self.memory.copies[example.prompt_key] += 1
             self.num_train_tokens += example.num_tokens
+        recent = list(self.recent_alphas)[-DRIFT_SHORT:]
+        reference = self.reference.at(self.memory.num_trained, _mean(recent), self.trainer)
         try:
             with self._timed():
-                self.trainer.step(batch, self._between)
+                report = self.trainer.step(batch, self._between, reference)
+            self.last_loss = report.loss
             self.num_bad_steps = 0
         except BadStepError as error:
             self._survive_bad_step(error)
 
     def _survive_bad_step(self, error: BadStepError) -> None:
         self.num_bad_steps += 1
-        self.last_problem = f"step {self.trainer.num_steps}: {error}"
-        print(self.last_problem, file=sys.stderr, flush=True)
+        problem = f"step {self.trainer.num_steps}: {error}"
         weights = self._draft(self.in_service.id)
         if self.num_bad_steps >= MAX_BAD_STEPS and weights is not None:
             self.trainer.restart_from(weights)
             self.num_bad_steps = 0
-            self.last_problem += "; training starts again from the version in service"
-        self._status = ""  # report it
+            problem += "; training starts again from the version in service"
+        self._say_problem(problem)
+
+    def _change_vocabulary(self) -> None:
+        """At version boundaries only: the copy in training says what the traffic says now."""
+        choice = self.memory.vocabulary.choose(self.config.max_vocabulary_size)
+        self.trainer.change_vocabulary(choice)
+        if self.rate_trial is not None:
+            self.rate_trial.change_vocabulary(choice)
 
     # --- candidates and the gate ------------------------------------------------------------------------------------
 
@@ -325,21 +346,15 @@ class Worker:
             num_layers=weights.num_layers,
             vocabulary_size=weights.vocabulary_size,
             created_at=time.time(),
-            num_requests_seen=self.num_trained,
-            last_trace_id=self.newest_trained_id,
+            num_requests_seen=self.memory.num_trained,
+            last_trace_id=self.memory.newest_trained_id,
         )
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
         self._keep(version.id, weights)
         self.candidate = version
         self.is_asked = False
         self.num_since_candidate = 0
-        # A version boundary: from here on the copy in training says what the traffic says now.
-        self.trainer.change_vocabulary(self.vocabulary.choose(self.config.max_vocabulary_size))
-
-    def _evidence(self, last_trained_id: int) -> list[Example]:
-        """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
-        newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
-        return [*self.held_out.values(), *newer]
+        self._change_vocabulary()
 
     @staticmethod
     def _is_enough(evidence: list[Example]) -> bool:
@@ -349,7 +364,7 @@ class Worker:
     def _test_candidate(self) -> bool:
         if self.candidate is None:
             return False
-        evidence = self._evidence(self.candidate.last_trace_id)
+        evidence = self.memory.evidence(self.candidate.last_trace_id)
         if not self._is_enough(evidence):
             return False  # waits; nothing was tested
         self._report("testing a candidate")
@@ -364,15 +379,15 @@ class Worker:
             test_number=self.num_tests_since_promotion,
             seed=self.config.seed,
         )
-        alpha = sum(score.alpha for score in candidate_scores) / len(candidate_scores)
-        fields = {**decision.as_fields(), "alpha": alpha}
+        fields = {**decision.as_fields(), "alpha": _mean([score.alpha for score in candidate_scores])}
+        self.candidate = None
         if decision.promote:
-            self.registry.promote(version.id, self.route, fields)
-            self.in_service = version
-            self.num_tests_since_promotion = 0
+            self.registry.start_canary(version.id, fields)
+            self.canary = version
+            self._emit("candidate_passed", version=version.id, **fields)
         else:
             self.registry.reject(version.id, fields)
-        self.candidate = None
+            self._emit("candidate_rejected", version=version.id, **fields)
         return True
 
     def _scores(self, version_id: str, examples: Sequence[Example]) -> list[Score]:
@@ -392,8 +407,8 @@ class Worker:
     def _draft(self, version_id: str) -> DraftWeights | None:
         if version_id not in self.drafts:
             try:
-                self._keep(version_id, load_draft(self.registry.weights_path(version_id)))
-            except UserError:
+                self._keep(version_id, self.registry.load(DraftVersion(**self.registry.manifest(version_id))))
+            except (UserError, TypeError):  # damaged, pruned, or no version at all
                 return None
         return self.drafts[version_id]
 
@@ -419,23 +434,43 @@ class Worker:
         self.train_seconds += time.monotonic() - started - (self._paused_seconds - paused)
 
     def _report(self, status: str) -> None:
-        """Write the status row when it changes; the serving process shows it."""
-        if status == self._status:
+        """Write the status row when it changes and now and then; the serving process shows it."""
+        now = time.monotonic()
+        if status == self._status and now - self._reported_at < REPORT_SECONDS:
             return
-        self._status = status
+        self._status, self._reported_at = status, now
         fields = {
             "status": status,
             "pid": os.getpid(),
             "num_steps": self.trainer.num_steps,
-            "num_trained": self.num_trained,
+            "num_trained": self.memory.num_trained,
             "num_train_tokens": self.num_train_tokens,
             "train_seconds": round(self.train_seconds, 3),
             "train_flops": self.trainer.flops,
+            "loss": self.last_loss,
+            "learning_rate": self.trainer.learning_rate,
             "in_service": self.in_service.id,
+            "next_candidate_after": max(0, self.num_needed - self.num_since_candidate),
+            "num_rolled_back": self.num_rolled_back,
             "num_drifts": self.num_drifts,
             "last_problem": self.last_problem,
         }
         write_status(self.state, "trainer", fields)
+
+    def _say_problem(self, problem: str) -> None:
+        if problem == self.last_problem:
+            return  # said before
+        self.last_problem = problem
+        print(problem, file=sys.stderr, flush=True)
+        self._emit("training_problem", reason=problem)
+        self._status = ""  # report it
+
+    def _emit(self, name: str, **fields: Any) -> None:
+        """For whoever looks at the state folder. What cannot be written is lost: training goes on."""
+        try:
+            record_events(self.state, [{"event": name, "time": time.time(), **fields}])
+        except UserError as error:
+            print(f"{name} not recorded: {error}", file=sys.stderr, flush=True)
 
     # --- surviving a kill -------------------------------------------------------------------------------------------
 
@@ -448,14 +483,11 @@ class Worker:
         """Whole or not at all. A full disk costs the checkpoint, not the training."""
         self._checkpointed_at = time.monotonic()
         counters = {
-            "copies": list(self.copies.items()),
-            "trained_ids": sorted(self.trained_ids)[-4 * MAX_KEPT_EXAMPLES :],
-            "newest_trained_id": self.newest_trained_id,
-            "num_trained": self.num_trained,
+            **self.memory.counters(),
             "num_since_candidate": self.num_since_candidate,
             "num_candidates": self.num_candidates,
+            "num_rolled_back": self.num_rolled_back,
             "in_service": self.in_service.id,
-            "vocabulary": self.vocabulary.used(),
         }
         temporary = self._checkpoint_path.with_suffix(".tmp")
         try:
@@ -464,7 +496,7 @@ class Worker:
             os.replace(temporary, self._checkpoint_path)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
-            self.last_problem = f"the checkpoint could not be written: {error}"
+            self._say_problem(f"the checkpoint could not be written: {error}")
 
     def _resume(self) -> None:
         """Go on where the last checkpoint was; from the version in service when there is none or it is damaged, and with its
@@ -478,13 +510,17 @@ class Worker:
         except FileNotFoundError:
             return
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            self.last_problem = f"the checkpoint cannot be read and is not used: {error}"
+            self._say_problem(f"the checkpoint cannot be read and is not used: {error}")
             return
-        self.copies = Counter(dict(counters["copies"]))
-        self.trained_ids = set(counters["trained_ids"])
-        for name in ("newest_trained_id", "num_trained", "num_since_candidate", "num_candidates"):
+        self.memory.restore(counters)
+        for name in ("num_since_candidate", "num_candidates", "num_rolled_back"):
             setattr(self, name, counters[name])
-        self.vocabulary.restore(counters["vocabulary"])
+        if self.trainer.num_steps:
+            self.rate_trial = None  # it was decided before
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def end_with_parent() -> None:

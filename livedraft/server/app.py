@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from livedraft import __version__
 from livedraft.config import ServerConfig
 from livedraft.records import Update
+from livedraft.server.admin import admin_routes
 from livedraft.server.errors import ApiError, error_body, error_response, from_validation
 from livedraft.server.gate import Gate, Receive, Scope, Send
 from livedraft.server.handover import Handover, Queue
@@ -34,6 +35,7 @@ from livedraft.server.responses import Job
 from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest, Sampled
 
 logger = logging.getLogger("livedraft")
+STORE_HEADER = "x-livedraft-store"
 Phase = Literal["loading", "ready", "draining", "failed"]
 T = TypeVar("T")
 _RETRY_SECONDS = 2
@@ -140,6 +142,8 @@ class Server:
         """From a valid body to the HTTP response. Raises ApiError. Its places in the queue are taken before the work of
         preparing it and come back in every case."""
         served = self.ready()
+        if not _may_store(request):
+            body = body.model_copy(update={"store": False})
         places = self.take_places(body.num_completions, served)
         response: Response | None = None
         try:
@@ -226,6 +230,14 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
+def _may_store(request: Request) -> bool:
+    """The header is for whoever stands between client and server, a gateway or a proxy; either may say no. Raises ApiError."""
+    value = request.headers.get(STORE_HEADER, "true").strip().lower()
+    if value not in ("true", "false"):
+        raise ApiError(400, f"The header {STORE_HEADER} must be true or false, got {value[:20]!r}.")
+    return value == "true"
+
+
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -277,7 +289,9 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="livedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Gate, api_keys=server.config.api_keys, max_bytes=server.config.max_request_bytes)
+    config = server.config
+    app.add_middleware(Gate, api_keys=config.api_keys, admin_key=config.admin_key, max_bytes=config.max_request_bytes)
+    app.include_router(admin_routes(lambda: server.served.state if server.served else None))
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:

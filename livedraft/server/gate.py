@@ -20,14 +20,21 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _MAX_ID_CHARACTERS = 64
+_WRONG_KEY = "The {} key is missing or wrong; send it as 'Authorization: Bearer KEY'."
 
 
 class Gate:
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, api_keys: tuple[str, ...], max_bytes: int
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        *,
+        api_keys: tuple[str, ...],
+        admin_key: str | None,
+        max_bytes: int,
     ) -> None:
         self._app = app
         self._api_keys = [key.encode() for key in api_keys]
+        self._admin_keys = [admin_key.encode()] if admin_key else []
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,27 +85,28 @@ class Gate:
             access_logger.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, milliseconds)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        if (
-            self._api_keys
-            and scope["path"].startswith("/v1/")
-            and not self._has_key(headers.get(b"authorization", b""))
-        ):
-            return ApiError(
-                401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.", code="invalid_api_key"
-            )
+        given = headers.get(b"authorization", b"")
+        if scope["path"].startswith("/admin"):
+            if not self._admin_keys:
+                return ApiError(403, "/admin is closed; start the server with --admin-key.", code="admin_closed")
+            if not _has_key(given, self._admin_keys):
+                return ApiError(401, _WRONG_KEY.format("admin"), code="invalid_admin_key")
+        elif self._api_keys and scope["path"].startswith("/v1/") and not _has_key(given, self._api_keys):
+            return ApiError(401, _WRONG_KEY.format("API"), code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:18]) > self._max_bytes:
             return self._too_large()
         return None
 
-    def _has_key(self, authorization: bytes) -> bool:
-        scheme, _, given = authorization.partition(b" ")
-        # Every key is compared, in constant time, so the time taken tells nothing.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
-        return scheme.lower() == b"bearer" and any(matches)
-
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._max_bytes} bytes, which is this server's limit.")
+
+
+def _has_key(authorization: bytes, keys: list[bytes]) -> bool:
+    scheme, _, given = authorization.partition(b" ")
+    # Every key is compared, in constant time, so the time taken tells nothing.
+    matches = [hmac.compare_digest(given.strip(), key) for key in keys]
+    return scheme.lower() == b"bearer" and any(matches)
 
 
 def _request_id(given: bytes | None) -> str:

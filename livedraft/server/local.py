@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from livedraft.drafts.registry import read_controls, read_status
+from livedraft.drafts.database import read_controls, read_status
 from livedraft.llm import LLM
 from livedraft.models.open import is_native
 from livedraft.models.pull import resolve_model
@@ -54,6 +54,7 @@ def serve_llm(llm: LLM, settings: Settings) -> Served:
         max_num_seqs=llm.engine.config.max_num_seqs,
         learning=lambda: _learning_gauges(llm),
         banner=_banner(llm, name),
+        state=llm.state,
         close=llm.close,
     )
 

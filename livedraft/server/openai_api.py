@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from livedraft.grammar import GrammarCompiler
@@ -44,6 +45,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     learning: Callable[[], dict[str, float]] = dict
     banner: Sequence[tuple[str, str]] = ()
+    state: Path | None = None
+    """Where drafts and traces are kept; None where nothing is."""
     close: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

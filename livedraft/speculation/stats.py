@@ -17,6 +17,8 @@ class SpeculationStats:
     num_target_passes: int = 0
     """Request-rounds that emitted tokens, k = 0 included."""
     num_emitted_tokens: int = 0
+    num_requests: int = 0
+    """With at least one drafted round; counted in the statistics of a version only."""
 
     def record(self, *, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         self.num_target_passes += 1
@@ -36,6 +38,11 @@ class SpeculationStats:
             self.num_accepted_tokens_per_pos[position] += 1
 
     @property
+    def num_first_accepted(self) -> int:
+        """Rounds whose first drafted token was accepted: the one position every draft length has."""
+        return self.num_accepted_tokens_per_pos[0] if self.num_accepted_tokens_per_pos else 0
+
+    @property
     def acceptance_rate(self) -> float | None:
         """accepted / drafted; None when nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
@@ -49,7 +56,3 @@ class SpeculationStats:
     def block_efficiency(self) -> float | None:
         """Emitted tokens / target passes, all rounds."""
         return self.num_emitted_tokens / self.num_target_passes if self.num_target_passes else None
-
-
-def _grow(counts: list[int], length: int) -> None:
-    counts.extend([0] * max(0, length - len(counts)))

@@ -42,7 +42,7 @@ def test_exactly_one_version_serves_a_route(tmp_path):
     registry = Registry(tmp_path)
     assert registry.in_service("default") is None
     first, second, third = publish(registry, 0, "in_service"), publish(registry, 1), publish(registry, 2)
-    registry.promote(second.id, "default", {"reason": "better"})
+    registry.serve(second.id, "default", {"reason": "better"})
     registry.reject(third.id, {"reason": "worse"})
     assert registry.in_service("default") == second
     assert registry.in_service("other") is None

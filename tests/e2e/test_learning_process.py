@@ -11,7 +11,7 @@ import pytest
 
 from livedraft import LLM, SamplingParams
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import read_status
+from livedraft.drafts.database import read_status
 from livedraft.events import Events
 from livedraft.learning.store import TraceStore
 from livedraft.records import UserError

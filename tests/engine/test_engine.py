@@ -106,13 +106,13 @@ def test_first_round_uses_the_draft_already():
 def test_probing_finds_a_draft_that_became_good():
     """A hopeless prior stops drafting; a probe sees that the draft is perfect, and drafting comes back by itself."""
     served = perfect_engine(k=None)
-    served.lengths.set_prior(0.0)
-    assert served.lengths.best(1) == 0
+    served.drafting.service.lengths.set_prior(0.0)
+    assert served.drafting.service.lengths.best(1) == 0
     for number in range(60):
         serve(served, [request(PROMPTS[0], number, max_tokens=20)])
-        if served.lengths.best(1) > 0:
+        if served.drafting.service.lengths.best(1) > 0:
             break
-    assert served.lengths.best(1) > 0
+    assert served.drafting.service.lengths.best(1) > 0
 
 
 def test_trace_records_every_position_and_every_drafted_token():

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from livedraft.drafts.registry import open_database
+from livedraft.drafts.database import open_database
 from livedraft.events import Events
 from livedraft.learning import capture as capture_room
 from livedraft.learning.capture import Capture, conversation_key, load_secret, write_secret
@@ -50,7 +50,7 @@ def test_alpha_is_recorded_beside_the_trace(tmp_path, traces):
     store = TraceStore(tmp_path)
     store.append(traces[:2])
     first, second = store.rows()
-    store.record_alpha({first.id: (0.25, 0.5)})
+    store.record_alpha({first.id: (0.25, 0.5, False)})
     first, second = store.rows()
     assert (first.alpha, first.alpha_served) == (0.25, 0.5)
     assert second.alpha is None
@@ -207,7 +207,7 @@ def test_a_deleted_client_is_nowhere_in_the_state_folder(tmp_path, traces):
 def test_a_state_of_the_first_schema_is_brought_up_to_date(tmp_path, traces):
     import sqlite3
 
-    from livedraft.drafts.registry import _MIGRATIONS
+    from livedraft.drafts.database import _MIGRATIONS
 
     connection = sqlite3.connect(tmp_path / "livedraft.db")
     connection.executescript(_MIGRATIONS[0])

@@ -159,18 +159,21 @@ def test_vocabulary_is_what_the_traffic_uses_then_the_lowest_ids(examples):
     assert VocabularyUse(64).choose(5) == [0, 1, 2, 3, 4]
 
 
-def test_rejected_positions_are_the_last_of_each_round(examples):
+def test_rejected_positions_are_where_the_target_had_to_correct(examples):
+    """OSD's own variant: not the bonus after a whole accepted block, and nothing after the first rejection."""
     trace = served_traces(1)[0]
     example = example_from_trace(trace, 0, "rejected")
-    ends = [
-        i
-        for i in range(len(trace.round_number_T))
-        if i + 1 == len(trace.round_number_T) or trace.round_number_T[i] != trace.round_number_T[i + 1]
+    rejected = [
+        int(position)
+        for position, accepted, off_path in zip(
+            trace.drafted_position_P, trace.drafted_accepted_P, trace.drafted_off_path_P
+        )
+        if not accepted and not off_path
     ]
-    assert np.flatnonzero(example.loss_mask_T).tolist() == ends
-    assert 0 < len(ends) < example.num_positions
-    report = trainer().step([example])
-    assert report.num_positions == len(ends)
+    assert np.flatnonzero(example.loss_mask_T).tolist() == rejected
+    assert example.teaches
+    ends = np.flatnonzero(np.append(trace.round_number_T[1:] != trace.round_number_T[:-1], True))
+    assert set(rejected) < set(ends.tolist())  # some rounds ended with a bonus
 
 
 def test_micro_batches_respect_the_limit_and_lose_nothing(examples):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.registry import Registry, new_version_id, read_status, set_control
+from livedraft.drafts.database import read_status, set_control
+from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from livedraft.learning import gate
 from livedraft.learning.capture import conversation_key
@@ -40,7 +41,7 @@ def state(tmp_path):
 
 
 def worker(state, **settings):
-    config = LearningConfig(**{"traces_per_chunk": 4, "max_passes": 8, **settings})
+    config = LearningConfig(**{"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, **settings})
     return Worker(state=state, target=state.parent / "model", route="default", config=config, max_positions=128)
 
 
@@ -55,9 +56,13 @@ def serve_into(state, count, first=0):
 
 
 def run_until_idle(made, limit=500):
+    """A canary is confirmed as soon as there is one: nobody serves here."""
     for _ in range(limit):
         if not made.turn():
             return
+        canary = made.registry.canary("default")
+        if canary is not None:
+            made.registry.serve(canary.id, "default", {})
     raise AssertionError("the worker never came to rest")
 
 
@@ -75,9 +80,9 @@ def test_it_scores_trains_freezes_waits_and_promotes(state):
     }
     assert held_out
     # Held-out traces enter neither training nor the vocabulary's counts.
-    assert not held_out & set(made.examples)
-    assert not held_out & set(made.copies)
-    assert all(copies <= 8 for copies in made.copies.values())
+    assert not held_out & set(made.memory.examples)
+    assert not held_out & set(made.memory.copies)
+    assert all(copies <= 8 for copies in made.memory.copies.values())
     assert made.candidate is not None  # frozen when idle, waiting for requests it has not seen
     serve_into(state, 20, first=30)
     run_until_idle(made)
@@ -93,8 +98,8 @@ def test_evidence_is_never_what_the_candidate_trained_on(state):
     made = worker(state)
     serve_into(state, 30)
     run_until_idle(made)
-    evidence = {example.trace_id for example in made._evidence(made.candidate.last_trace_id)}
-    trained = {trace_id for trace_id, copies in made.copies.items() if copies}
+    evidence = {example.trace_id for example in made.memory.evidence(made.candidate.last_trace_id)}
+    trained = {trace_id for trace_id, copies in made.memory.copies.items() if copies}
     assert trained
     assert not evidence & trained
 
@@ -129,7 +134,7 @@ def test_prequential_scores_are_the_serving_versions(state):
     trained = made.trainer.snapshot()
     new = dataclasses.replace(old, id=new_version_id(7), parent=old.id)
     Registry(state).publish(lambda path: save_draft(trained, path), new)
-    Registry(state).promote(new.id, "default", {"promote": True})
+    Registry(state).serve(new.id, "default", {"promote": True})
     again = [dataclasses.replace(t, draft_version=v) for t in served_traces(1) for v in (old.id, new.id)]
     TraceStore(state).append(again)
     run_until_idle(made)
@@ -182,8 +187,8 @@ def test_a_restart_goes_on_from_the_checkpoint_and_trains_nothing_twice(state):
             )
     run_until_idle(again)
     assert again.trainer.num_steps == steps  # every copy of every prompt was used up before
-    assert again.copies == made.copies
-    assert max(again.copies.values()) <= 8
+    assert again.memory.copies == made.memory.copies
+    assert max(again.memory.copies.values()) <= 8
     serve_into(state, 8, first=100)
     run_until_idle(again)
     assert again.trainer.num_steps > steps
@@ -206,7 +211,7 @@ def test_a_step_that_would_ruin_the_weights_is_not_taken_and_three_restart_from_
     made._score_new()
     before = {name: tensor.clone() for name, tensor in made.trainer.averaged.items()}
     made.trainer.parameters["head"].data[0, 0] = torch.nan
-    batch = made.fresh[:4]
+    batch = made.memory.fresh[:4]
     for count in (1, 2):
         made._step(batch)
         assert made.num_bad_steps == count
@@ -271,12 +276,12 @@ def test_deleted_traces_leave_the_running_trainer(state):
     ]
     TraceStore(state).append(traces)
     run_until_idle(made)
-    num_kept = len(made.examples) + len(made.held_out)
+    num_kept = len(made.memory.examples) + len(made.memory.held_out)
     assert num_kept == 12
     assert TraceStore(state).delete_client("ab" * 8) == 6
     set_control(state, "forget")
     made.turn()
-    kept = [*made.examples.values(), *made.held_out.values(), *made.fresh]
+    kept = [*made.memory.examples.values(), *made.memory.held_out.values(), *made.memory.fresh]
     assert len(kept) == 6
     assert {example.client_key for example in kept} == {"cd" * 8}
     run_until_idle(made)
@@ -289,9 +294,9 @@ def test_no_prompt_trains_more_than_max_passes_and_no_client_fills_a_batch(state
     others = [dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(served_traces(12, first=50))]
     TraceStore(state).append([*flood, *others])
     batches, right = [], made.trainer.step
-    made.trainer.step = lambda batch, between: (batches.append(batch), right(batch, between))[1]
+    made.trainer.step = lambda batch, between, reference: (batches.append(batch), right(batch, between, reference))[1]
     run_until_idle(made)
-    assert max(made.copies.values()) <= 3
+    assert max(made.memory.copies.values()) <= 3
     for batch in batches:
         prompts = [example.prompt_key for example in batch[4:]]
         assert len(set(prompts)) == len(prompts)
@@ -317,9 +322,12 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     made._score_new()
     made.recent_alphas.clear()
     batches, right = [], made.trainer.step
-    made.trainer.step = lambda batch, between: (batches.append(len(batch)), right(batch, between))[1]
-    for start in range(0, 20, 4):
-        made._train(made.fresh[start : start + 4])
+    made.trainer.step = lambda batch, between, reference: (
+        batches.append(len(batch)),
+        right(batch, between, reference),
+    )[1]
+    for _ in range(4):
+        made._train(*made.memory.next_batch())
     assert batches[-1] == 16  # four new and three replayed for each
     made._watch_for_drift([0.5] * 80)
     assert made.num_drifts == 0
@@ -328,7 +336,7 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     made._watch_for_drift([0.2] * 16)
     assert made.num_drifts == 1
     assert made.trainer.schedule_step == 0
-    made._train(made.fresh[20:24])
+    made._train(*made.memory.next_batch())
     assert batches[-1] == 8  # one replayed for each
     made._watch_for_drift([0.2] * 20)
     assert made.num_drifts == 1

@@ -1,0 +1,266 @@
+"""`livedraft traces export` and `import`: traces as text or tokens for other tools, and other people's records as traces.
+
+Formats, one JSON object a line: openai {"messages": [...]} or {"prompt": ..., "completion": ...}; sharegpt {"conversations":
+[{"from": ..., "value": ...}]}; prompts {"prompt": ...}; tokens {"prompt_token_ids": [...], "output_token_ids": [...]}.
+`traces` is a file of its own kind, with the target's verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from safetensors import SafetensorError
+
+from livedraft.cli.state import state_folder
+from livedraft.config import EngineConfig
+from livedraft.engine.judging import judged_trace
+from livedraft.learning.capture import load_secret
+from livedraft.learning.store import TraceStore, read_shard, write_shard
+from livedraft.llm import LLM
+from livedraft.models.pull import resolve_model
+from livedraft.records import Request, SamplingParams, Trace, UserError
+from livedraft.tokenizer import Message, Tokenizer, load_tokenizer
+
+FORMATS = ("openai", "sharegpt", "prompts", "tokens", "traces")
+_TRACES_PER_SHARD = 32
+_ROLE_OF = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_FROM_OF = {"user": "human", "assistant": "gpt", "system": "system"}
+_CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def _check_format(format: str) -> None:
+    if format not in FORMATS:
+        raise UserError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}.")
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def export_traces(state: Path | None, file: Path, *, format: str, model: str) -> None:
+    _check_format(format)
+    store = TraceStore(state_folder(state))
+    traces = [trace for row in store.rows(limit=-1) if (trace := store.read(row)) is not None]
+    if not traces:
+        raise UserError("There is no trace to export.")
+    try:
+        if format == "traces":
+            write_shard(file, traces)
+            num_left_out = 0
+        else:
+            lines = list(
+                _lines(traces, format, load_tokenizer(resolve_model(model), ()) if format != "tokens" else None)
+            )
+            num_left_out = len(traces) - len(lines)
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            if str(file) == "-":
+                sys.stdout.write(text)
+            else:
+                file.write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be written ({error}).") from error
+    left_out = f"; {num_left_out} are no chats this format can hold and were left out" if num_left_out else ""
+    print(f"{len(traces) - num_left_out} traces written to {file}{left_out}.", file=sys.stderr)
+
+
+def _lines(traces: list[Trace], format: str, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
+    for trace in traces:
+        if tokenizer is None:
+            yield {"prompt_token_ids": trace.prompt_token_ids, "output_token_ids": trace.output_token_ids}
+            continue
+        prompt = tokenizer.decode(trace.prompt_token_ids, with_special_tokens=True)
+        answer = tokenizer.decode(trace.output_token_ids)
+        messages = _messages(prompt, trace.prompt_token_ids, tokenizer)
+        if format == "prompts":
+            yield {"messages": messages} if messages else {"prompt": prompt}
+        elif format == "openai" and not messages:
+            yield {"prompt": prompt, "completion": answer}
+        elif messages:
+            turns = [*messages, {"role": "assistant", "content": answer}]
+            if format == "openai":
+                yield {"messages": turns}
+            else:
+                yield {"conversations": [{"from": _FROM_OF[turn["role"]], "value": turn["content"]} for turn in turns]}
+
+
+def _messages(prompt: str, prompt_token_ids: list[int], tokenizer: Tokenizer) -> list[dict[str, str]] | None:
+    """The chat a prompt was made of, where the model's template gives back exactly its tokens; None otherwise."""
+    messages = [{"role": role, "content": content} for role, content in _CHATML_TURN.findall(prompt)]
+    if not messages or not tokenizer.has_chat_template or any(turn["role"] not in _FROM_OF for turn in messages):
+        return None
+    for candidate in (messages, messages[1:]):  # templates put a system message before chats that have none
+        try:
+            if candidate and tokenizer.encode_chat(candidate) == prompt_token_ids:
+                return candidate
+        except UserError:
+            continue
+    return None
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of a file: a prompt in some form, and the answer if it has one."""
+
+    messages: list[Message] | None = None
+    text: str | None = None
+    prompt_token_ids: list[int] | None = None
+    answer: str | None = None
+    output_token_ids: list[int] | None = None
+
+
+def import_traces(
+    state: Path | None, file: Path, *, format: str | None, limit: int | None, max_tokens: int, user: str, model: str,
+    dtype: str, threads: int | None,
+) -> None:  # fmt: skip
+    if format is not None:
+        _check_format(format)
+    folder = state or platformdirs.user_state_path("livedraft")
+    is_shard = format == "traces" or (format is None and file.suffix == ".safetensors")
+    with LLM(model, draft="none", dtype=dtype, num_threads=threads, engine=EngineConfig(num_prefix_slots=0)) as llm:
+        llm.secret = load_secret(folder)
+        if is_shard:
+            traces = _read_exported(file, limit, llm)
+        else:
+            traces = _judged(read_records(file, format, limit), llm, max_tokens, user)
+    for start in range(0, len(traces), _TRACES_PER_SHARD):
+        TraceStore(folder).append(traces[start : start + _TRACES_PER_SHARD])
+    print(f"\n{len(traces)} traces imported into {folder}; a server with learning on trains on them.")
+
+
+def _read_exported(file: Path, limit: int | None, llm: LLM) -> list[Trace]:
+    try:
+        traces = read_shard(file)[:limit]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as exported traces ({error}).") from error
+    for trace in traces:
+        if trace.target_fingerprint != llm.target_fingerprint:
+            raise UserError(
+                f"{file} was recorded with another target ({trace.target_fingerprint}); name it with --model."
+            )
+    return [replace(trace, draft_version="none") for trace in traces]  # served by versions this state does not know
+
+
+def read_records(file: Path, format: str | None, limit: int | None) -> list[Record]:
+    """Raises UserError that names the line that is wrong."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}).") from error
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and (limit is None or len(records) < limit):
+            try:
+                records.append(_record(line, format))
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                wanted = f"the format {format}" if format else f"one of the formats {', '.join(FORMATS[:-1])}"
+                raise UserError(f"Line {number} of {file} is not in {wanted} ({error}).") from error
+    if not records:
+        raise UserError(f"{file} holds no record.")
+    return records
+
+
+def _record(line: str, format: str | None) -> Record:
+    if format == "prompts" and not line.lstrip().startswith("{"):
+        return Record(text=line)
+    fields = json.loads(line)
+    for kind, key, read in _READERS:
+        if key in fields and format in (None, kind):
+            return read(fields)
+    raise ValueError(f"found {', '.join(list(fields)[:5]) or 'nothing'}")
+
+
+def _from_messages(fields: dict[str, Any]) -> Record:
+    messages = [{"role": turn["role"], "content": _text(turn["content"])} for turn in fields["messages"]]
+    return _from_turns(messages)
+
+
+def _from_conversations(fields: dict[str, Any]) -> Record:
+    return _from_turns(
+        [{"role": _ROLE_OF[turn["from"]], "content": _text(turn["value"])} for turn in fields["conversations"]]
+    )
+
+
+def _from_turns(messages: list[dict[str, str]]) -> Record:
+    """The last turn of the assistant is the answer."""
+    if not any(turn["role"] == "user" for turn in messages):
+        raise ValueError("no turn of the user")
+    if messages[-1]["role"] == "assistant":
+        return Record(messages=list(messages[:-1]), answer=messages[-1]["content"])
+    return Record(messages=list(messages))
+
+
+def _from_prompt(fields: dict[str, Any]) -> Record:
+    answer = fields.get("completion")
+    return Record(text=_text(fields["prompt"]), answer=None if answer is None else _text(answer))
+
+
+def _from_tokens(fields: dict[str, Any]) -> Record:
+    prompt, output = list(fields["prompt_token_ids"]), list(fields.get("output_token_ids") or ())
+    if not prompt or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt + output):
+        raise ValueError("token ids must be integers, and the prompt must have some")
+    return Record(prompt_token_ids=prompt, output_token_ids=output or None)
+
+
+_READERS: tuple[tuple[str, str, Callable[[dict[str, Any]], Record]], ...] = (
+    ("openai", "messages", _from_messages),
+    ("sharegpt", "conversations", _from_conversations),
+    ("openai", "prompt", _from_prompt),
+    ("tokens", "prompt_token_ids", _from_tokens),
+    ("prompts", "messages", lambda fields: replace(_from_messages(fields), answer=None)),
+    ("prompts", "prompt", lambda fields: replace(_from_prompt(fields), answer=None)),
+    ("prompts", "turns", lambda fields: Record(messages=[{"role": "user", "content": _text(fields["turns"][0])}])),
+)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text was expected")
+    return value
+
+
+def _judged(records: list[Record], llm: LLM, max_tokens: int, user: str) -> list[Trace]:
+    """Given answers in one pass each; the others are generated, all together."""
+    traces: dict[str, Trace] = {}
+    unanswered: list[Request] = []
+    num_too_long = 0
+    for number, record in enumerate(records):
+        request, output = _request(record, llm, max_tokens, user, number)
+        try:
+            if output is None:
+                llm.engine.check(request)
+                unanswered.append(request)
+            else:
+                traces[request.id] = judged_trace(llm.engine.runner.target, request, output, llm.target_fingerprint)
+        except ValueError:
+            num_too_long += 1
+        print(f"\r{number + 1} of {len(records)} records read", end="", file=sys.stderr, flush=True)
+    llm.engine.trace_sink = lambda trace: traces.update({trace.request_id: trace})
+    llm.add(unanswered)
+    llm.run()
+    if num_too_long:
+        print(f"\n{num_too_long} records do not fit the model's context and were left out.", file=sys.stderr)
+    if not traces:
+        raise UserError("No record could be used.")
+    return list(traces.values())
+
+
+def _request(record: Record, llm: LLM, max_tokens: int, user: str, number: int) -> tuple[Request, list[int] | None]:
+    prompt: Any = record.messages or record.text or record.prompt_token_ids
+    sampling = SamplingParams(max_tokens=max_tokens)
+    request = llm.request(prompt, sampling, client=user)
+    request = replace(request, id=f"{request.id}-import{number}")
+    if record.output_token_ids is not None:
+        return request, record.output_token_ids
+    if record.answer is None:
+        return request, None
+    ends = llm.tokenizer.eos_token_ids[-1:] if record.messages else ()
+    return request, [*llm.tokenizer.encode_text(record.answer), *ends]

@@ -1,0 +1,275 @@
+"""Who drafts for which request, and how many tokens.
+
+One draft is in service. For a while after a change a second one stands beside it on a small share of the requests: a canary
+that has to show itself live, or the version it replaced, kept to compare with (`engine/watch.py` judges, `engine/swap.py`
+acts). Requests are shared out by a hash of their id, so neither side gets other traffic than the other.
+
+A version changes nothing but speed (lossless rule 8), so a change may come between any two rounds: running requests move
+over, and their draft cache is rebuilt by the rule of lag.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from livedraft.config import SpeculationConfig
+from livedraft.engine.request import RequestState
+from livedraft.engine.runner import Runner
+from livedraft.engine.scheduler import RoundEntry
+from livedraft.events import Events
+from livedraft.records import Proposal
+from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
+from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.prediction import VERSION as PREDICTION
+
+logger = logging.getLogger("livedraft")
+DEFAULT_PRIOR = 0.3
+"""The acceptance expected of a draft nobody has measured."""
+EVIDENCE_ROUNDS = 8
+"""While two versions are compared, each drafts at least one token in the first rounds of a request even where it does not
+pay."""
+
+
+@dataclass(eq=False)
+class Resident:
+    """A draft in memory with what is known of its acceptance."""
+
+    draft: DraftModel
+    lengths: DraftLengthPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineup:
+    """What drafts from now on. `share` of the requests go to `second`; priors are expected acceptances, None is a guess, and a
+    draft that is resident already keeps what was learnt about it."""
+
+    service: DraftModel | None
+    prior: float | None = None
+    second: DraftModel | None = None
+    second_prior: float | None = None
+    share: float = 0.0
+
+
+class Drafting:
+    """All resident drafts. Used by the engine's thread; only `offer` and `withdraw_offer` may be called from others."""
+
+    def __init__(
+        self,
+        draft: DraftModel | None,
+        *,
+        runner: Runner,
+        speculation: SpeculationConfig,
+        costs: CostModel,
+        events: Events,
+        prior: float = DEFAULT_PRIOR,
+    ) -> None:
+        self._runner, self._speculation, self._costs, self._events = runner, speculation, costs, events
+        self.service: Resident | None = None
+        self.second: Resident | None = None
+        self.service = self._resident(draft, prior)
+        self.failures: dict[str, str] = {}
+        """By version: why it is out of service."""
+        self._share = 0.0
+        self._first_takes_second = False
+        self._offer: Lineup | None = None
+        self._offer_lock = threading.Lock()
+
+    def _resident(self, draft: DraftModel | None, prior: float | None) -> Resident | None:
+        if draft is None:
+            return None
+        for resident in self.residents():
+            if resident.draft is draft:
+                return resident
+        return Resident(draft, self.new_length_policy(DEFAULT_PRIOR if prior is None else prior))
+
+    def new_length_policy(self, prior: float) -> DraftLengthPolicy:
+        return DraftLengthPolicy(
+            self._costs,
+            max_tokens=self._speculation.max_num_speculative_tokens,
+            fixed=self._speculation.num_speculative_tokens,
+            prior=prior,
+        )
+
+    def residents(self) -> list[Resident]:
+        return [resident for resident in (self.service, self.second) if resident is not None]
+
+    @property
+    def version(self) -> str:
+        """The version really in service, not the one the registry names."""
+        return self.service.draft.version if self.service else "none"
+
+    @property
+    def second_version(self) -> str:
+        return self.second.draft.version if self.second else "none"
+
+    def version_for(self, state: RequestState) -> str:
+        resident = self._of(state)
+        return resident.draft.version if resident else "none"
+
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def offer(self, lineup: Lineup) -> None:
+        """From any thread: this lineup from the next round on."""
+        with self._offer_lock:
+            self._offer = lineup
+
+    def withdraw_offer(self) -> None:
+        """Keep the drafts that are in service."""
+        with self._offer_lock:
+            self._offer = None
+
+    def take_up_offer(self, live: Iterable[RequestState]) -> None:
+        """Between two rounds. `live` are all running and waiting requests."""
+        if self._offer is None:
+            return
+        with self._offer_lock:
+            lineup, self._offer = self._offer, None
+        if lineup is None:
+            return
+        previous = self.version
+        # Caches of drafts that are new are empty: running requests catch up by the rule of lag.
+        service = self._resident(lineup.service, lineup.prior)
+        second = self._resident(lineup.second, lineup.second_prior)
+        self.service, self.second, self._share = service, second, lineup.share if second else 0.0
+        self._share_out(list(live))
+        self._events.emit("draft_swapped", previous=previous, version=self.version, second=self.second_version)
+
+    def _share_out(self, live: list[RequestState]) -> None:
+        """By hash, and at least one request: evidence begins with the next round."""
+        for state in live:
+            state.is_on_second = _bucket(state) < self._share
+        self._first_takes_second = self.second is not None and not live
+        if self.second is not None and live and not any(state.is_on_second for state in live):
+            min(live, key=_bucket).is_on_second = True
+
+    def assign(self, state: RequestState) -> None:
+        """A new request to one of the two."""
+        state.is_on_second = self.second is not None and (self._first_takes_second or _bucket(state) < self._share)
+        self._first_takes_second = False
+
+    def _of(self, state: RequestState) -> Resident | None:
+        return self.second if state.is_on_second and self.second is not None else self.service
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def proposals(self, entries: list[RoundEntry]) -> list[Proposal | None]:
+        """From the client's prediction where it fits, from the request's draft otherwise; None where nothing is proposed."""
+        limits = [_most_tokens(entry) for entry in entries]
+        proposals = [self._predicted(entry, limit) for entry, limit in zip(entries, limits, strict=True)]
+        num_predicted = sum(len(proposal.draft_token_ids) for proposal in proposals if proposal)
+        limits = [0 if proposal else limit for limit, proposal in zip(limits, proposals, strict=True)]
+        for resident in self.residents():
+            own = [
+                self._within_draft(resident, entry, limit) if self._of(entry.state) is resident else 0
+                for entry, limit in zip(entries, limits, strict=True)
+            ]
+            lengths = self._lengths(resident, entries, own, num_predicted)
+            drafted = self._drafted(resident, entries, lengths)
+            proposals = [proposal or draft for proposal, draft in zip(proposals, drafted, strict=True)]
+        return proposals
+
+    def _lengths(
+        self, resident: Resident, entries: list[RoundEntry], limits: list[int], num_predicted: int
+    ) -> list[DraftLength]:
+        """For each request of this draft: the round's choice, within what it can use."""
+        num_drafting = sum(limit > 0 for limit in limits)
+        if num_drafting == 0:
+            return [DraftLength(k=0)] * len(entries)
+        num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit <= 0)
+        length = resident.lengths.choose(num_drafting, num_other_rows + num_predicted)
+        chosen = _only_cheapest(resident.draft, entries, limits) if length.is_probe else limits
+        lengths = [replace(length, k=max(0, min(length.k, limit))) for limit in chosen]
+        if self.second is None or resident.lengths.fixed is not None:
+            return lengths
+        return [
+            DraftLength(k=1) if own.k == 0 and limit > 0 and entry.state.num_rounds < EVIDENCE_ROUNDS else own
+            for own, limit, entry in zip(lengths, limits, entries, strict=True)
+        ]
+
+    def _drafted(
+        self, resident: Resident, entries: list[RoundEntry], lengths: list[DraftLength]
+    ) -> Sequence[Proposal | None]:
+        draft = resident.draft
+        try:
+            return self._runner.propose(entries, lengths, draft, resident.lengths.acceptance_of)
+        except Exception as error:  # a broken draft costs speed, never an answer
+            logger.exception("The draft %s failed and is out of service.", draft.version)
+            self.failures[draft.version] = f"{type(error).__name__}: {error}"
+            self._events.emit("draft_failed", version=draft.version, reason=self.failures[draft.version])
+            if resident is self.service:
+                self.service = None
+            else:
+                self.second = None
+            return [None] * len(entries)
+
+    def _predicted(self, entry: RoundEntry, limit: int) -> Proposal | None:
+        if entry.state.prediction is None or limit <= 0:
+            return None
+        fixed, most = self._speculation.num_speculative_tokens, self._speculation.max_num_speculative_tokens
+        token_ids = entry.state.prediction.propose(min(limit, most if fixed is None else fixed))
+        return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
+
+    def _within_draft(self, resident: Resident, entry: RoundEntry, limit: int) -> int:
+        """Past the draft's context this request, and only this one, decodes plainly."""
+        state, max_length = entry.state, resident.draft.max_length
+        room = max_length - len(state.token_ids) + 1  # the last drafted token is never written
+        if room > 0:
+            return min(limit, room)
+        if not state.is_past_draft_limit:
+            state.is_past_draft_limit = True
+            self._events.emit("draft_limit_passed", request=state.request.id, limit=max_length)
+        return 0
+
+    def record(self, proposal: Proposal, num_drafted: int, num_accepted: int) -> None:
+        """A verdict on what one of the drafts proposed."""
+        for resident in self.residents():
+            if resident.draft.version == proposal.draft_version:
+                resident.lengths.record(num_drafted, num_accepted, proposal.confidences)
+
+    # --- caches, slot by slot ---------------------------------------------------------------------------------------
+
+    def commit(self, slot: int, num_valid_tokens: int) -> None:
+        for resident in self.residents():
+            resident.draft.commit(slot, num_valid_tokens)
+
+    def release(self, slot: int) -> None:
+        for resident in self.residents():
+            resident.draft.release(slot)
+
+    def adopt(self, source: int, destination: int, num_tokens: int) -> None:
+        for resident in self.residents():
+            resident.draft.adopt(source, destination, num_tokens)
+
+    def clear_slot(self, slot: int) -> None:
+        for resident in self.residents():
+            resident.draft.decoder.clear_slot(slot)
+
+
+def _bucket(state: RequestState) -> float:
+    """In [0, 1), by the request's id."""
+    return zlib.crc32(state.request.id.encode()) / 2**32
+
+
+def _most_tokens(entry: RoundEntry) -> int:
+    """Drafted tokens this request can use: none while its prompt is written, and the round's bonus is one of the rest."""
+    if not entry.is_decoding:
+        return 0
+    request = entry.state.request
+    limit = request.sampling.max_tokens - entry.state.num_output_tokens - 1
+    own = request.num_speculative_tokens
+    return limit if own is None else min(limit, own)
+
+
+def _only_cheapest(draft: DraftModel, entries: list[RoundEntry], limits: list[int]) -> list[int]:
+    """The request whose draft cache lags least: after rounds without drafting all of them lag, and catching up is dear."""
+    lags = [
+        len(entry.state.token_ids) - draft.lengths[entry.state.slot] if limit > 0 else sys.maxsize
+        for entry, limit in zip(entries, limits, strict=True)
+    ]
+    cheapest = lags.index(min(lags))
+    return [limit if index == cheapest else 0 for index, limit in enumerate(limits)]

@@ -1,0 +1,146 @@
+"""What the trainer remembers: new requests it has not trained on, old ones to replay, held-out ones to test with.
+
+Three rules that every batch keeps: no prompt trains more than `max_passes` times, no prompt is twice in a batch, and no
+client fills more than half of what is replayed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from livedraft.config import LearningConfig
+from livedraft.learning.batches import Example
+from livedraft.learning.vocabulary import VocabularyUse
+
+MAX_KEPT_EXAMPLES = 2000
+"""Replay window, in traces."""
+MAX_HELD_OUT = 200
+DRIFT_TRACES = 64
+"""New requests after a drift that train with one replayed request each instead of replay_per_new."""
+_OLDEST_WEIGHT = 0.25
+"""How likely the oldest example of the window is replayed, beside the newest."""
+
+
+class Memory:
+    def __init__(self, config: LearningConfig, vocabulary_size: int) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self.vocabulary = VocabularyUse(vocabulary_size)
+        self.fresh: list[Example] = []
+        """Scored, not yet trained on."""
+        self.examples: OrderedDict[int, Example] = OrderedDict()
+        """Trained on at least once, oldest first."""
+        self.held_out: OrderedDict[int, Example] = OrderedDict()
+        self.copies: Counter[int] = Counter()
+        """By prompt: how often it was in a batch."""
+        self.trained_ids: set[int] = set()
+        self.newest_trained_id = 0
+        self.num_trained = 0
+        self._num_after_drift = DRIFT_TRACES
+
+    def has_trained_on(self, example: Example) -> bool:
+        return self.copies[example.prompt_key] > 0
+
+    def add(self, example: Example, *, is_held_out: bool) -> None:
+        """A request that has just been scored."""
+        if is_held_out:
+            self.held_out[example.trace_id] = example
+            if len(self.held_out) > MAX_HELD_OUT:
+                self.held_out.popitem(last=False)
+            return
+        num_waiting = sum(one.prompt_key == example.prompt_key for one in self.fresh)
+        if self.copies[example.prompt_key] + num_waiting < self._config.max_passes and example.teaches:
+            self.fresh.append(example)
+
+    def add_trained(self, example: Example) -> None:
+        """One that trained before a restart."""
+        self.examples[example.trace_id] = example
+        self._drop_oldest()
+
+    def next_batch(self) -> tuple[list[Example], list[Example]] | None:
+        """(new examples, old ones to replay with them) for one optimiser step; None until a whole chunk is new."""
+        size = self._config.traces_per_chunk
+        if len(self.fresh) < size:
+            return None
+        new, self.fresh = self.fresh[:size], self.fresh[size:]
+        for example in new:
+            self.vocabulary.add(example)
+        is_drifting = self._num_after_drift < DRIFT_TRACES
+        self._num_after_drift += len(new)
+        per_new = min(1, self._config.replay_per_new) if is_drifting else self._config.replay_per_new
+        return new, self.replayed(per_new * len(new))
+
+    def idle_batch(self) -> list[Example]:
+        """Old examples alone, for idle compute; empty when all have had their passes."""
+        if self._config.replay_per_new == 0:
+            return []
+        return self.replayed((1 + self._config.replay_per_new) * self._config.traces_per_chunk)
+
+    def replayed(self, count: int) -> list[Example]:
+        """Up to `count` old examples, newer ones more likely."""
+        usable = [one for one in self.examples.values() if self.copies[one.prompt_key] < self._config.max_passes]
+        if count < len(usable):
+            # Weighted order without replacement (Efraimidis and Spirakis): the largest keys u^(1/w) first.
+            weights = [_OLDEST_WEIGHT + (1 - _OLDEST_WEIGHT) * (rank + 1) / len(usable) for rank in range(len(usable))]
+            keys = [self._random.random() ** (1 / weight) for weight in weights]
+            usable = [usable[index] for index in sorted(range(len(usable)), key=keys.__getitem__, reverse=True)]
+        batch: list[Example] = []
+        by_client: Counter[str] = Counter()
+        prompts: set[int] = set()
+        for example in usable:
+            is_crowd = example.client_key and by_client[example.client_key] >= max(1, count // 2)
+            if len(batch) < count and not is_crowd and example.prompt_key not in prompts:
+                batch.append(example)
+                by_client[example.client_key] += 1
+                prompts.add(example.prompt_key)
+        return batch
+
+    def mark_trained(self, new: Sequence[Example]) -> None:
+        """`new` was in a step for the first time."""
+        for example in new:
+            self.examples[example.trace_id] = example
+            self.trained_ids.add(example.trace_id)
+            self.newest_trained_id = max(self.newest_trained_id, example.trace_id)
+        self._drop_oldest()
+        self.num_trained += len(new)
+
+    def _drop_oldest(self) -> None:
+        while len(self.examples) > MAX_KEPT_EXAMPLES:
+            self.examples.popitem(last=False)
+
+    def prefer_new(self) -> None:
+        """The traffic has changed: for a while fewer old requests are mixed in."""
+        self._num_after_drift = 0
+
+    def evidence(self, last_trained_id: int) -> list[Example]:
+        """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
+        newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
+        return [*self.held_out.values(), *newer]
+
+    def forget_all_but(self, trace_ids: Collection[int]) -> None:
+        for kept in (self.examples, self.held_out):
+            for trace_id in [trace_id for trace_id in kept if trace_id not in trace_ids]:
+                del kept[trace_id]
+        self.fresh = [example for example in self.fresh if example.trace_id in trace_ids]
+
+    # --- surviving a kill ---------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON; the examples themselves are in the store."""
+        return {
+            "copies": list(self.copies.items()),
+            "trained_ids": sorted(self.trained_ids)[-4 * MAX_KEPT_EXAMPLES :],
+            "newest_trained_id": self.newest_trained_id,
+            "num_trained": self.num_trained,
+            "vocabulary": self.vocabulary.used(),
+        }
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        """Raises KeyError for what `counters` did not make."""
+        self.copies = Counter(dict(counters["copies"]))
+        self.trained_ids = set(counters["trained_ids"])
+        self.newest_trained_id, self.num_trained = counters["newest_trained_id"], counters["num_trained"]
+        self.vocabulary.restore(counters["vocabulary"])

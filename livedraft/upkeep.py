@@ -1,0 +1,95 @@
+"""What the serving process does for its state folder beside serving: tidy up at start, heed an operator's deletions, keep the
+store within its limits, report what serving has used, keep the events.
+
+`look` runs several times a second on the swap watcher's thread, never on the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from livedraft.config import LearningConfig
+from livedraft.drafts.database import read_controls, record_events, set_damaged_database_aside, write_status
+from livedraft.drafts.registry import Registry
+from livedraft.events import Event, Events
+from livedraft.learning.store import TraceStore
+from livedraft.records import UserError
+
+_REPORT_SECONDS, _LIMIT_SECONDS = 2.0, 30.0
+"""How often status is written, and how often the store's limits are looked at."""
+_CLOCK_SECONDS = 60.0
+"""The wall clock moved by more than this against the monotonic one: somebody set it."""
+_CLOCK_GRACE_SECONDS = 3600.0
+"""After that nothing is deleted for its age for this long: a wrong clock would make every trace a hundred years old."""
+_MAX_WAITING_EVENTS = 1000
+
+
+class Upkeep:
+    def __init__(self, state: Path, *, config: LearningConfig, events: Events) -> None:
+        """Tidies up what a crash left behind; the caller owns the folder's lock. Raises UserError as the database."""
+        self._state, self._config, self._events = state, config, events
+        self._store = TraceStore(state)
+        self._waiting_events: deque[Event] = deque(maxlen=_MAX_WAITING_EVENTS)
+        events.subscribe(self._waiting_events.append)
+        self._forget_prefixes: Callable[[], None] = lambda: None
+        self._report: Callable[[], dict[str, Any]] = dict
+        self._reported_at = self._limited_at = 0.0
+        self._clock_offset = time.time() - time.monotonic()
+        self._no_ageing_until = 0.0
+        self._tidy_up()
+        self._forget_seen = read_controls(state)["forget"]
+
+    def _tidy_up(self) -> None:
+        aside = set_damaged_database_aside(self._state)
+        if aside is not None:
+            self._events.emit("database_damaged", kept_as=aside.name)
+        versions, traces = Registry(self._state).reconcile(), self._store.reconcile()
+        if versions:
+            self._events.emit("versions_found", versions=versions)
+        if traces:
+            self._events.emit("traces_found", num_traces=traces)
+
+    def start(self, *, forget_prefixes: Callable[[], None], report: Callable[[], dict[str, Any]]) -> None:
+        """The engine is there: `report` says what serving has used."""
+        self._forget_prefixes, self._report = forget_prefixes, report
+
+    def look(self) -> None:
+        """Raises UserError when the database cannot be used just now; the next look tries again."""
+        self._watch_clock()
+        controls = read_controls(self._state)
+        if controls["forget"] != self._forget_seen:
+            self._forget_seen = controls["forget"]
+            self._forget_prefixes()
+        now = time.monotonic()
+        if now - self._reported_at > _REPORT_SECONDS:
+            self._reported_at = now
+            write_status(self._state, "serving", self._report())
+        if now - self._limited_at > _LIMIT_SECONDS:
+            self._limited_at = now
+            self._enforce_limits(now)
+        self.keep_events()
+
+    def _watch_clock(self) -> None:
+        offset = time.time() - time.monotonic()
+        moved, self._clock_offset = offset - self._clock_offset, offset
+        if abs(moved) > _CLOCK_SECONDS:
+            self._no_ageing_until = time.monotonic() + _CLOCK_GRACE_SECONDS
+            self._events.emit("clock_jumped", seconds=round(moved))
+
+    def _enforce_limits(self, now: float) -> None:
+        max_age = self._config.max_trace_age_days * 86400 if now >= self._no_ageing_until else float("inf")
+        removed = self._store.enforce_limits(max_bytes=self._config.max_store_gb * 2**30, max_age_seconds=max_age)
+        if removed:
+            self._events.emit("traces_expired", num_traces=removed)
+
+    def keep_events(self) -> None:
+        """On disk, for the command line and whoever comes later; those that cannot be written now wait."""
+        waiting = [self._waiting_events.popleft() for _ in range(len(self._waiting_events))]
+        try:
+            record_events(self._state, waiting)
+        except UserError:
+            self._waiting_events.extendleft(reversed(waiting))
