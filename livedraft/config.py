@@ -75,7 +75,7 @@ class LearningConfig:
     loss: Loss = "hybrid"
     learning_rate: float | None = None
     """At the start, and again when the traffic changes; None tries a few rates on the first requests and keeps the best."""
-    warmup_steps: int = 0
+    warmup_steps: int = 5
     """First steps, over which the rate rises to its full height."""
     decay_from_step: int = 80
     """From here on the rate falls with the root of the steps, to a fifth at the lowest; 0 keeps it constant."""
@@ -86,6 +86,8 @@ class LearningConfig:
     averaging: float = 0.99
     """Longest memory of the running average of the weights that candidates are made of: the last third of all steps, until
     that is longer than this. 0 offers the newest weights."""
+    replay_spacing: float = 0.1
+    """Between two passes over a request lies this share of all requests trained on so far."""
     max_passes: int = 4
     """At most this many copies of one prompt ever train."""
     traces_per_candidate: int = 12
@@ -135,12 +137,13 @@ class LearningConfig:
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("max_store_gb", "max_trace_age_days"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
+        _require(0.0 <= self.replay_spacing < 1.0, f"replay_spacing must lie in [0, 1), got {self.replay_spacing}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
 
 
 OSD_SETTINGS: dict[str, object] = {
     "loss": "forward_kl", "positions": "rejected", "traces_per_chunk": 8, "replay_per_new": 0, "max_passes": 1,
-    "averaging": 0.0, "decay_from_step": 0, "learning_rate": 3e-3,
+    "averaging": 0.0, "decay_from_step": 0, "learning_rate": 3e-3, "warmup_steps": 0,
 }  # fmt: skip
 """LearningConfig as Online Speculative Decoding has it (Algorithm 2): rejected positions only, one update every 8 requests, the
 buffer emptied. The gate stays, and something has to be drafted for something to be rejected: fix num_speculative_tokens."""

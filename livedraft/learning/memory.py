@@ -36,6 +36,8 @@ class Memory:
         self.held_out: OrderedDict[int, Example] = OrderedDict()
         self.copies: Counter[int] = Counter()
         """By prompt: how often it was in a batch."""
+        self._used_at: dict[int, int] = {}
+        """By prompt: how many requests had been trained on when it was last in a batch."""
         self.trained_ids: set[int] = set()
         self.newest_trained_id = 0
         self.num_trained = 0
@@ -73,15 +75,17 @@ class Memory:
         per_new = min(1, self._config.replay_per_new) if is_drifting else self._config.replay_per_new
         return new, self.replayed(per_new * len(new))
 
-    def idle_batch(self) -> list[Example]:
-        """Old examples alone, for idle compute; empty when all have had their passes."""
+    def idle_batch(self, *, is_long_idle: bool) -> list[Example]:
+        """Old examples alone, for idle compute; empty when all have had their passes. After a long idle time they come without
+        the usual distance between two passes: it would be kept for requests that do not come."""
         if self._config.replay_per_new == 0:
             return []
-        return self.replayed((1 + self._config.replay_per_new) * self._config.traces_per_chunk)
+        return self.replayed((1 + self._config.replay_per_new) * self._config.traces_per_chunk, is_hurried=is_long_idle)
 
-    def replayed(self, count: int) -> list[Example]:
+    def replayed(self, count: int, *, is_hurried: bool = False) -> list[Example]:
         """Up to `count` old examples, newer ones more likely."""
-        usable = [one for one in self.examples.values() if self.copies[one.prompt_key] < self._config.max_passes]
+        spacing = 0.0 if is_hurried else self._config.replay_spacing * self.num_trained
+        usable = [one for one in self.examples.values() if self._may_come_again(one, spacing)]
         if count < len(usable):
             # Weighted order without replacement (Efraimidis and Spirakis): the largest keys u^(1/w) first.
             weights = [_OLDEST_WEIGHT + (1 - _OLDEST_WEIGHT) * (rank + 1) / len(usable) for rank in range(len(usable))]
@@ -97,6 +101,19 @@ class Memory:
                 by_client[example.client_key] += 1
                 prompts.add(example.prompt_key)
         return batch
+
+    def _may_come_again(self, example: Example, spacing: float) -> bool:
+        """Passes are few, and the same request twice in a row teaches little: `spacing` others were trained on in between."""
+        key = example.prompt_key
+        if self.copies[key] >= self._config.max_passes:
+            return False
+        return self.num_trained - self._used_at.get(key, 0) >= spacing
+
+    def count_use(self, batch: Sequence[Example]) -> None:
+        """The batch is in a step."""
+        for example in batch:
+            self.copies[example.prompt_key] += 1
+            self._used_at[example.prompt_key] = self.num_trained
 
     def mark_trained(self, new: Sequence[Example]) -> None:
         """`new` was in a step for the first time."""

@@ -281,8 +281,8 @@ class TraceStore:
 
     def _set_aside(self, shard: str) -> None:
         path = self.folder / shard
-        self.num_set_aside += 1
         if path.exists():
+            self.num_set_aside += 1
             os.replace(path, path.with_suffix(".damaged"))
         with open_database(self.state) as database:
             database.execute("DELETE FROM traces WHERE shard = ?", (shard,))

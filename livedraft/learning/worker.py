@@ -56,6 +56,8 @@ DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = 5.0
 """The status is written when it changes, and its figures at least this often."""
+LONG_IDLE_SECONDS = 30.0
+"""Without a new trace for so long, what can be replayed is replayed at once."""
 MAX_BAD_STEPS = 3
 """Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
 MAX_COOLDOWN_DOUBLINGS = 5
@@ -111,6 +113,7 @@ class Worker:
         self.num_train_tokens = 0
         self.last_loss: float | None = None
         self._paused_seconds = 0.0
+        self._newest_at = time.monotonic()
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
@@ -225,6 +228,7 @@ class Worker:
         num_set_aside = self.store.num_set_aside
         for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
             self.last_trace_id = row.id
+            self._newest_at = time.monotonic()
             trace = self.store.read(row)
             if trace is None or not trace.output_token_ids:
                 continue
@@ -293,7 +297,8 @@ class Worker:
 
     def _replay(self) -> bool:
         """Idle compute: old examples again, each at most max_passes times in all."""
-        batch = [] if self.rate_trial is not None else self.memory.idle_batch()
+        is_long_idle = time.monotonic() - self._newest_at > LONG_IDLE_SECONDS
+        batch = [] if self.rate_trial is not None else self.memory.idle_batch(is_long_idle=is_long_idle)
         if not batch:
             return False
         self._report("replaying")
@@ -301,9 +306,8 @@ class Worker:
         return True
 
     def _step(self, batch: list[Example]) -> None:
-        for example in batch:
-            self.memory.copies[example.prompt_key] += 1
-            self.num_train_tokens += example.num_tokens
+        self.memory.count_use(batch)
+        self.num_train_tokens += sum(example.num_tokens for example in batch)
         recent = list(self.recent_alphas)[-DRIFT_SHORT:]
         reference = self.reference.at(self.memory.num_trained, _mean(recent), self.trainer)
         try:

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.registry import NUM_KEPT_VERSIONS, Registry, new_version_id
 from livedraft.drafts.weights import check_against_target, draft_from_target, load_draft, lowest_token_ids, save_draft
 from livedraft.records import DraftVersion, UserError
 from tests.tiny import TINY, decoder, draft_model, random_model
@@ -24,8 +24,8 @@ def version(number=0, **fields):
     )
 
 
-def publish(registry, number=0, status="candidate"):
-    return registry.publish(lambda path: save_draft(DRAFT, path), version(number), status)
+def publish(registry, number=0, status="candidate", **fields):
+    return registry.publish(lambda path: save_draft(DRAFT, path), version(number, **fields), status)
 
 
 def test_a_version_is_a_folder_with_manifest_and_weights(tmp_path):
@@ -104,3 +104,104 @@ def test_damaged_weights_are_one_sentence(tmp_path):
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(UserError, match="damaged or no draft"):
         load_draft(path)
+
+
+# --- canary, roll-back, crash ---------------------------------------------------------------------------------------
+
+
+def statuses(registry):
+    return {row["id"]: row["status"] for row in registry.versions()}
+
+
+def test_numbers_of_gate_watch_and_operator_gather(tmp_path):
+    registry = Registry(tmp_path)
+    first, second = publish(registry, 0, "in_service"), publish(registry, 1, parent=None)
+    registry.start_canary(second.id, {"alpha": 0.4, "promote": True})
+    assert registry.canary("default").id == second.id
+    assert registry.in_service("default").id == first.id
+    registry.serve(second.id, "default", {"live_rate": 0.5})
+    assert registry.version(second.id)["decision"] == {"alpha": 0.4, "promote": True, "live_rate": 0.5}
+    assert registry.canary("default") is None
+    assert statuses(registry) == {first.id: "retired", second.id: "in_service"}
+    with pytest.raises(UserError, match="no version 'v9'"):
+        registry.version("v9")
+
+
+def test_a_roll_back_goes_past_versions_that_are_gone(tmp_path):
+    registry = Registry(tmp_path)
+    first = publish(registry, 0, "in_service")
+    second = publish(registry, 1, parent=first.id)
+    third = publish(registry, 2, parent=second.id)
+    for version in (second, third):
+        registry.serve(version.id, "default", {})
+    registry.set_aside(second.id, "damaged")
+    assert list(registry.drafts_folder.glob(f"{second.id}.damaged-*"))
+    assert registry.roll_back("default", {"why": "slow"}).id == first.id
+    assert statuses(registry) == {first.id: "in_service", second.id: "set_aside", third.id: "rolled_back"}
+    assert registry.version(third.id)["decision"] == {"why": "slow"}
+    with pytest.raises(UserError, match="no earlier version"):
+        registry.roll_back("default", {})
+
+
+def test_old_versions_leave_the_disk_and_keep_their_rows(tmp_path):
+    registry = Registry(tmp_path)
+    made = [publish(registry, 0, "in_service")]
+    for number in range(1, NUM_KEPT_VERSIONS + 4):
+        made.append(publish(registry, number, parent=made[-1].id))
+        registry.serve(made[-1].id, "default", {})
+    kept = [registry.folder(version.id).exists() for version in made]
+    assert kept == [False] * 3 + [True] * (NUM_KEPT_VERSIONS + 1)
+    assert len(registry.versions()) == len(made)
+    assert registry.roll_back("default", {}).id == made[-2].id
+
+
+def test_a_lost_database_is_rebuilt_from_folders_and_the_pointer(tmp_path):
+    registry = Registry(tmp_path)
+    first = publish(registry, 0, "in_service")
+    second = publish(registry, 1, parent=first.id)
+    registry.serve(second.id, "default", {})
+    for path in tmp_path.glob("livedraft.db*"):
+        path.unlink()
+    (registry.drafts_folder / ".tmp-half").mkdir()
+    (registry.drafts_folder / "foreign").mkdir()
+    (registry.drafts_folder / "foreign" / "manifest.json").write_text("{}")
+    assert set(registry.reconcile()) == {first.id, second.id}
+    assert statuses(registry) == {first.id: "retired", second.id: "in_service"}
+    assert registry.in_service("default") == second
+    assert not (registry.drafts_folder / ".tmp-half").exists()
+    assert registry.reconcile() == []
+
+
+def test_weights_are_checked_before_anybody_uses_them(tmp_path):
+    registry = Registry(tmp_path)
+    made = publish(registry)
+    assert registry.load(made).vocabulary_size == 3
+    bad = registry.publish(lambda path: save_draft(with_nan(DRAFT), path), version(1))
+    with pytest.raises(UserError, match="no numbers"):
+        registry.load(bad)
+    path = registry.weights_path(made.id)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="checksum"):
+        registry.load(made)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        registry.load(made)
+
+
+def with_nan(draft):
+    tensors = {name: tensor.clone() for name, tensor in draft.tensors.items()}
+    tensors["head"][0, 0] = torch.nan
+    return type(draft)(tensors=tensors, draft_to_target_W=draft.draft_to_target_W)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    registry = Registry(tmp_path)
+
+    def full(path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="could not be stored"):
+        registry.publish(full, version())
+    assert not list(registry.drafts_folder.iterdir())
+    assert not registry.versions()

@@ -13,7 +13,7 @@ from livedraft.drafts.database import open_database
 from livedraft.events import Events
 from livedraft.learning import capture as capture_room
 from livedraft.learning.capture import Capture, conversation_key, load_secret, write_secret
-from livedraft.learning.store import HELD_OUT_SHARE, TraceStore, is_held_out
+from livedraft.learning.store import HELD_OUT_SHARE, TraceStore, clear_memory, is_held_out, keep_in_memory
 from livedraft.records import UserError
 from tests.learning.toy import served_traces
 
@@ -221,3 +221,98 @@ def test_a_state_of_the_first_schema_is_brought_up_to_date(tmp_path, traces):
     store = TraceStore(tmp_path)
     store.append(traces[:1])
     assert [row.request_id for row in store.rows()] == ["old", traces[0].request_id]
+
+
+# --- after a crash --------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_without_rows_is_found_again_and_a_half_written_one_goes(tmp_path, traces):
+    store = TraceStore(tmp_path)
+    store.append(traces[:2])
+    store._write(traces[2:4], "shard-lost.safetensors")  # killed before its rows
+    (store.folder / ".tmp-shard-half.safetensors").write_bytes(b"half")
+    assert store.reconcile() == 2
+    assert [row.request_id for row in store.rows()] == ["r0", "r1", "r2", "r3"]
+    assert store.read(store.rows()[2]).output_token_ids == traces[2].output_token_ids
+    assert not list(store.folder.glob(".tmp-*"))
+    assert store.reconcile() == 0
+
+
+def test_what_a_cut_short_deletion_left_is_not_found_again(tmp_path, traces):
+    """Killed between the rewritten shard's rows and the old file's end: the deleted trace must not come back."""
+    store = TraceStore(tmp_path)
+    mine = [dataclasses.replace(t, client_key="ab" * 8 if n else "cd" * 8) for n, t in enumerate(traces[:3])]
+    store.append(mine)
+    (old,) = store.folder.glob("shard-*")
+    content = old.read_bytes()
+    assert store.delete_client("ab" * 8) == 2
+    old.write_bytes(content)
+    assert store.reconcile() == 0
+    assert [row.request_id for row in store.rows()] == ["r0"]
+    assert not old.exists()
+
+
+def test_a_damaged_shard_is_set_aside_at_start_too(tmp_path):
+    store = TraceStore(tmp_path)
+    store.folder.mkdir()
+    (store.folder / "shard-x.safetensors").write_bytes(b"no shard at all")
+    assert store.reconcile() == 0
+    assert [path.name for path in store.folder.iterdir()] == ["shard-x.damaged"]
+    assert store.delete_all() == 0
+    assert not list(store.folder.iterdir())
+
+
+def test_deleting_a_client_whose_shard_is_damaged_leaves_nothing_of_it(tmp_path, traces):
+    store = TraceStore(tmp_path)
+    store.append([dataclasses.replace(traces[0], client_key="ab" * 8)])
+    (shard,) = store.folder.glob("shard-*")
+    shard.write_bytes(b"damaged, and nobody can say whose")
+    assert store.delete_client("ab" * 8) == 1
+    assert not list(store.folder.iterdir())
+    assert not store.rows()
+
+
+# --- traces in memory -----------------------------------------------------------------------------------------------
+
+
+def test_traces_in_memory_never_touch_the_disk_and_are_gone_at_the_end(tmp_path, traces):
+    state = tmp_path / "state"
+    state.mkdir()
+    keep_in_memory(state)
+    store = TraceStore(state)
+    store.append(traces[:2])
+    assert len(store.rows()) == 2
+    in_memory = store.folder.resolve()
+    assert in_memory.is_relative_to("/dev/shm")
+    assert in_memory.stat().st_mode & 0o077 == 0
+    tokens = np.array(traces[0].output_token_ids, dtype=np.int32).tobytes()
+    on_disk = [path for path in state.rglob("*") if path.is_file() and not path.resolve().is_relative_to("/dev/shm")]
+    assert not any(tokens in path.read_bytes() for path in on_disk)
+    keep_in_memory(state)  # as after a kill: what was left is gone
+    assert not store.rows()
+    store.append(traces[2:3])
+    clear_memory(state)
+    assert not in_memory.exists()
+    assert not (state / "traces").exists()
+    assert not TraceStore(state).rows()
+
+
+def test_memory_only_does_not_hide_what_is_on_disk(tmp_path, traces):
+    TraceStore(tmp_path).append(traces[:1])
+    with pytest.raises(UserError, match="holds traces on disk"):
+        keep_in_memory(tmp_path)
+    clear_memory(tmp_path)  # of a state on disk it takes nothing
+    assert len(TraceStore(tmp_path).rows()) == 1
+
+
+def test_the_summary_keeps_prompts_seen_before_apart(tmp_path, traces):
+    store = TraceStore(tmp_path)
+    assert store.summary()["alpha_last_100"] is None
+    store.append(traces[:3])
+    first, second, third = store.rows()
+    store.record_alpha({first.id: (0.2, 0.0, False), second.id: (0.4, 0.0, False), third.id: (0.9, 0.0, True)})
+    summary = store.summary()
+    assert summary["traces"] == 3
+    assert summary["alpha_last_100"] == pytest.approx(0.5)
+    assert summary["alpha_new_prompts"] == pytest.approx(0.3)
+    assert summary["alpha_seen_prompts"] == pytest.approx(0.9)

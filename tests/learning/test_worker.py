@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from livedraft.config import LearningConfig
-from livedraft.drafts.database import read_status, set_control
+from livedraft.config import OSD_SETTINGS, LearningConfig
+from livedraft.drafts.database import read_events, read_status, set_control
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import save_draft
+from livedraft.events import described
 from livedraft.learning import gate
 from livedraft.learning.capture import conversation_key
 from livedraft.learning.store import TraceStore, is_held_out
@@ -41,7 +42,8 @@ def state(tmp_path):
 
 
 def worker(state, **settings):
-    config = LearningConfig(**{"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, **settings})
+    defaults = {"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, "replay_spacing": 0.0}
+    config = LearningConfig(**{**defaults, **settings})
     return Worker(state=state, target=state.parent / "model", route="default", config=config, max_positions=128)
 
 
@@ -340,3 +342,208 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     assert batches[-1] == 8  # one replayed for each
     made._watch_for_drift([0.2] * 20)
     assert made.num_drifts == 1
+
+
+# --- the canary, the breaker ----------------------------------------------------------------------------------------
+
+
+def until_canary(made, first):
+    """Serve until a candidate passes the gate; returns its id."""
+    for start in range(first, first + 200, 10):
+        serve_into(made.state, 10, first=start)
+        for _ in range(500):
+            if not made.turn():
+                break
+        if made.canary is not None:
+            return made.canary.id
+    raise AssertionError("nothing passed the gate")
+
+
+def test_a_canary_is_waited_for_and_its_end_is_followed(state):
+    made = worker(state)
+    first = made.in_service
+    canary = until_canary(made, 0)
+    assert Registry(state).canary("default").id == canary
+    sentence = described(next(event for event in read_events(state, limit=500) if event["event"] == "candidate_passed"))
+    assert sentence.startswith(f"Candidate {canary} passed the gate: alpha ")
+    assert made.in_service == first
+    num_candidates = made.num_candidates
+    serve_into(state, 20, first=300)
+    while made.turn():
+        pass
+    assert made.num_candidates == num_candidates  # nothing new is offered meanwhile
+    weights = made.trainer.parameters["head"].detach().clone()
+    Registry(state).serve(canary, "default", {})
+    made._follow_service()
+    assert made.in_service.id == canary
+    assert made.num_rolled_back == 0
+    assert torch.equal(made.trainer.parameters["head"], weights)  # its own weights: training just goes on
+    assert worker(state).canary is None
+
+
+def as_if_passed(made):
+    """The trainer's weights as they are, through the gate by hand."""
+    made.candidate = None
+    made._freeze_candidate()
+    made.canary, made.candidate = made.candidate, None
+    made.registry.start_canary(made.canary.id, {"alpha": 0.5})
+    return made.canary.id
+
+
+def test_a_rolled_back_canary_opens_the_breaker_and_one_that_stays_closes_it(state):
+    made = worker(state, traces_per_candidate=4)
+    first = made.in_service
+    for number in (1, 2):
+        serve_into(state, 20, first=100 * number)
+        run_until_idle(made)
+        canary = as_if_passed(made)
+        usual = max(4, made.memory.num_trained // 4)
+        Registry(state).withdraw(canary, {"live_rate": 0.0})
+        made._follow_service()
+        assert made.in_service == first
+        assert made.num_rolled_back == number
+        assert made.num_needed == usual * 2**number
+        assert made.trainer.num_steps == 0  # what was learnt since is not trusted
+        assert torch.equal(made.trainer.parameters["head"], made.drafts[first.id].tensors["head"])
+    made.checkpoint()
+    assert worker(state).num_rolled_back == 2  # a restart does not close it
+    made.num_rolled_back = 9
+    assert made.num_needed == max(4, made.memory.num_trained // 4) * 32
+    made.num_rolled_back = 2
+    canary = as_if_passed(made)
+    Registry(state).serve(canary, "default", {})
+    made._follow_service()
+    assert made.num_rolled_back == 0
+    events = [event for event in read_events(state, limit=500) if event["event"] == "training_restarted"]
+    assert len(events) == 2
+    assert "rolled back" in events[0]["reason"]
+
+
+def test_a_version_rolled_back_out_of_service_opens_the_breaker_too(state):
+    made = worker(state)
+    first = made.in_service
+    serve_into(state, 10)
+    run_until_idle(made)
+    canary = as_if_passed(made)
+    registry = Registry(state)
+    registry.serve(canary, "default", {})
+    made._follow_service()
+    registry.roll_back("default", {"live_rate": 0.1})
+    made._follow_service()
+    assert made.in_service.id == first.id
+    assert made.num_rolled_back == 1
+
+
+# --- trouble with the state folder ----------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_costs_time_and_nothing_else(state, monkeypatch):
+    made = worker(state)
+    serve_into(state, 12)
+    right = made.store.record_alpha
+
+    def full(scores):
+        raise UserError("The database failed (disk full).")
+
+    monkeypatch.setattr(made.store, "record_alpha", full)
+    with pytest.raises(UserError):
+        made.turn()
+    monkeypatch.setattr(made.store, "record_alpha", right)
+    run_until_idle(made)
+    assert all(row.alpha is not None for row in TraceStore(state).rows())
+    assert made.memory.num_trained + len(made.memory.fresh) + len(made.memory.held_out) == 12
+
+
+def test_the_loop_outlives_a_disk_that_is_full_and_says_it_once(state, monkeypatch):
+    from livedraft.learning import worker as room
+
+    made = worker(state)
+    turns = []
+
+    def turn():
+        turns.append(1)
+        if len(turns) < 4:
+            raise UserError("The database failed (disk full).")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "turn", turn)
+    monkeypatch.setattr(room.time, "sleep", lambda seconds: None)
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    problems = [event for event in read_events(state) if event["event"] == "training_problem"]
+    assert [event["reason"] for event in problems] == ["The database failed (disk full)."]
+
+
+def test_a_damaged_shard_is_set_aside_with_an_event(state):
+    made = worker(state)
+    serve_into(state, 4)
+    (shard,) = TraceStore(state).folder.glob("shard-*")
+    shard.write_bytes(b"damaged")
+    serve_into(state, 8, first=50)
+    run_until_idle(made)
+    assert [e["num_shards"] for e in read_events(state) if e["event"] == "shards_set_aside"] == [1]
+    assert made.memory.num_trained > 0
+
+
+def test_a_draft_too_large_for_the_machine_is_refused_with_the_number(state, monkeypatch):
+    monkeypatch.setattr("livedraft.learning.trainer.available_memory_bytes", lambda: 1000)
+    with pytest.raises(UserError, match="needs about .* GiB"):
+        worker(state)
+
+
+def test_a_loss_that_explodes_is_a_bad_step(state):
+    made = worker(state, loss="forward_kl")
+    serve_into(state, 8)
+    made._read_new_traces()
+    made._score_new()
+    with torch.no_grad():
+        made.trainer.parameters["head"] *= 1e4
+    before = made.trainer.parameters["head"].detach().clone()
+    made._step(made.memory.fresh[:4])
+    assert "worse than a uniform guess" in made.last_problem
+    assert torch.equal(made.trainer.parameters["head"], before)
+
+
+# --- choices --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_chosen_on_the_first_requests_and_no_candidate_is_offered_before(state):
+    made = worker(state, learning_rate=None, traces_per_chunk=2)
+    serve_into(state, 14)
+    run_until_idle(made)
+    assert made.rate_trial is not None
+    assert made.num_candidates == 0
+    serve_into(state, 10, first=50)
+    run_until_idle(made)
+    assert made.rate_trial is None
+    (event,) = [event for event in read_events(state) if event["event"] == "rate_chosen"]
+    assert event["rate"] == made.trainer.base_rate
+    assert set(event["alphas"]) == {"0.003", "0.001"}
+    assert made.num_candidates > 0
+
+
+def test_passes_over_a_request_are_spread_unless_nothing_new_comes(state, monkeypatch):
+    from livedraft.learning import worker as room
+
+    made = worker(state, replay_spacing=0.9, max_passes=3)
+    serve_into(state, 12)
+    run_until_idle(made)
+    assert set(made.memory.copies.values()) <= {1, 2}
+    num_steps = made.trainer.num_steps
+    now = room.time.monotonic()
+    monkeypatch.setattr(room.time, "monotonic", lambda: now + 2 * room.LONG_IDLE_SECONDS)
+    made.candidate = made.canary = None
+    run_until_idle(made)
+    assert made.trainer.num_steps > num_steps
+    assert set(made.memory.copies.values()) == {3}
+
+
+def test_osds_own_variant_takes_one_step_every_eight_requests_on_rejected_positions(state):
+    made = worker(state, **OSD_SETTINGS)
+    batches, right = [], made.trainer.step
+    made.trainer.step = lambda batch, between, reference: (batches.append(batch), right(batch, between, reference))[1]
+    serve_into(state, 30)
+    run_until_idle(made)
+    assert [len(batch) for batch in batches] == [8] * (made.memory.num_trained // 8)
+    assert max(made.memory.copies.values()) == 1
+    assert not any(example.loss_mask_T.all() for batch in batches for example in batch)

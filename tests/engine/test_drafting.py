@@ -1,0 +1,119 @@
+"""Two drafts side by side: who gets which, that nothing but speed depends on it, and that each is counted by itself."""
+
+import zlib
+
+import pytest
+import torch
+
+from livedraft.engine.drafting import EVIDENCE_ROUNDS, Lineup
+from tests.tiny import PROMPTS, decoder, draft_model, engine, perturbed_draft, random_model, request, serve
+
+MODEL = random_model()
+PLAIN = serve(engine(decoder(MODEL), None), [request(p, i) for i, p in enumerate(PROMPTS)])
+
+
+def two_drafts(share, *, k=3, noise=(0.0, 0.05), **options):
+    target = decoder(MODEL)
+    first, second = (
+        draft_model(perturbed_draft(MODEL, noise=n), target, version=v) for n, v in zip(noise, ("one", "two"))
+    )
+    served = engine(target, first, k=k, **options)
+    served.drafting.offer(Lineup(service=first, second=second, share=share))
+    return served, first, second
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_the_answers_are_plain_decodings_whoever_drafts(share):
+    served, _, _ = two_drafts(share)
+    assert serve(served, [request(p, i) for i, p in enumerate(PROMPTS)]) == PLAIN
+    rounds = {version: stats.num_drafts for (_, version), stats in served.stats_by_version.items()}
+    assert rounds["two"] > 0  # the first request at least, for evidence
+    assert ("one" in rounds) == (share < 1)
+
+
+def test_a_seeded_request_is_the_same_whoever_drafts():
+    options = {"temperature": 1.0, "seed": 11, "max_tokens": 30}
+    alone = serve(engine(decoder(MODEL), None), [request(PROMPTS[0], **options)])
+    for share in (0.0, 1.0):
+        served, _, _ = two_drafts(share)
+        assert serve(served, [request(PROMPTS[0], **options)]) == alone
+
+
+def test_requests_are_shared_out_by_their_ids_and_the_first_one_decides_for_evidence():
+    served, first, _ = two_drafts(0.3)
+    served.take_up_offered_draft()  # nobody is running
+    states = [served.add_request(request([1], number)) for number in range(200)]
+    by_hash = [zlib.crc32(s.request.id.encode()) / 2**32 < 0.3 for s in states]
+    assert [s.is_on_second for s in states[1:]] == by_hash[1:]
+    assert states[0].is_on_second
+    assert 0.2 < sum(by_hash) / 200 < 0.4
+    assert {s.draft_version_at_arrival for s in states if s.is_on_second} == {"two"}
+    served.offer_draft(first)
+    served.take_up_offered_draft()
+    assert {served.drafting.version_for(s) for s in states} == {"one"}
+
+
+def test_running_requests_move_over_and_at_least_one_gives_evidence_at_once():
+    served, first, second = two_drafts(0.0)
+    served.drafting.withdraw_offer()
+    states = [served.add_request(request(p, i)) for i, p in enumerate(PROMPTS)]
+    served.step()
+    served.drafting.offer(Lineup(service=first, second=second, share=1e-9))
+    while served.has_work:
+        served.step()
+    assert [s.output_token_ids for s in states] == PLAIN
+    assert sum(s.is_on_second for s in states) == 1
+    two = served.stats_by_version["default", "two"]
+    assert two.num_requests == 1
+    assert two.num_drafts > 2
+    assert served.stats_by_version["default", "one"].num_requests == 4
+
+
+def test_a_draft_that_does_not_pay_still_gives_evidence_while_it_is_compared():
+    served, _, second = two_drafts(1.0, k=None)
+    served.drafting.offer(Lineup(service=served.draft, prior=0.0, second=second, second_prior=0.0, share=1.0))
+    serve(served, [request(PROMPTS[0], max_tokens=40)])
+    assert served.stats_by_version["default", "two"].num_drafts >= EVIDENCE_ROUNDS
+    alone, _, _ = two_drafts(0.0, k=None)
+    alone.offer_draft(alone.draft)
+    alone.take_up_offered_draft()
+    alone.drafting.service.lengths.set_prior(0.0)
+    serve(alone, [request(PROMPTS[0], max_tokens=40)])
+    assert not alone.stats_by_version  # alone it is only probed, one round in 64
+
+
+def test_the_users_fixed_length_is_kept_also_in_a_comparison():
+    served, _, _ = two_drafts(0.5, k=0)
+    serve(served, [request(p, i) for i, p in enumerate(PROMPTS)])
+    assert not served.stats_by_version
+
+
+def test_a_second_draft_that_fails_leaves_the_first_at_work(monkeypatch):
+    served, first, second = two_drafts(1.0)
+    monkeypatch.setattr(second, "propose", lambda tasks: 1 / 0)
+    assert serve(served, [request(p, i) for i, p in enumerate(PROMPTS)]) == PLAIN
+    assert list(served.drafting.failures) == ["two"]
+    assert served.draft is first
+    assert served.stats_by_version["default", "one"].num_drafts > 0
+
+
+def test_what_was_learnt_about_a_draft_stays_when_the_lineup_changes():
+    served, first, second = two_drafts(0.5, k=None)
+    serve(served, [request(p, i) for i, p in enumerate(PROMPTS)])
+    lengths = served.drafting.second.lengths
+    served.drafting.offer(Lineup(service=second, prior=0.1, second=first, share=0.1))
+    served.take_up_offered_draft()
+    assert served.drafting.service.lengths is lengths
+
+
+def test_a_draft_of_numbers_that_are_none_costs_speed_and_nothing_else():
+    for mode in ({}, {"temperature": 1.0, "seed": 4}):
+        served, _, second = two_drafts(1.0)
+        for tensor in (second.decoder.weights.final_norm_D,):
+            tensor.fill_(torch.nan)
+        plain = serve(engine(decoder(MODEL), None), [request(PROMPTS[1], **mode)])
+        assert serve(served, [request(PROMPTS[1], **mode)]) == plain
+    served, _, second = two_drafts(1.0)
+    second.decoder.weights.final_norm_D.fill_(torch.nan)
+    (output,) = serve(served, [request(PROMPTS[1], temperature=1.0)])
+    assert len(output) == 24
