@@ -17,10 +17,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
@@ -40,6 +40,7 @@ from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message
 
+T = TypeVar("T")
 OSD_INTERVAL = 8
 """Requests between two updates of the published algorithm (OSD, Algorithm 2)."""
 _LONGEST_SETTLE_SECONDS = 120.0
@@ -60,6 +61,8 @@ class ArmResult:
     tokens_per_second: float | None = None
     gate_alphas: dict[str, float] = field(default_factory=dict)
     """Of promoted versions, on what they had not trained on."""
+    last_version: Path | None = None
+    """The folder of the draft at the end, for `--arm static:FOLDER`; with --state only it outlives the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ def run(
     max_tokens: int,
     temperature: float,
     save_traces: Path | None,
-    from_traces: Path | None,
+    from_traces: list[Path],
     plot: Path | None,
     state: Path | None,
     model: str,
@@ -97,8 +100,11 @@ def run(
     report = _reporter()
     results: dict[str, ArmResult] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if from_traces is None:
-            prompts = _ordered(prompt_files, limit, shift=shift, mix=mix, seed=learning.seed)
+        if not from_traces:
+            prompts = _ordered(
+                {path.stem: read_prompts(path, 2 * limit if shift else limit) for path in prompt_files},
+                limit, shift=shift, mix=mix, seed=learning.seed,
+            )  # fmt: skip
             sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
             if "livedraft" in arms:
                 live_state = state or Path(folder) / "live"
@@ -109,16 +115,24 @@ def run(
             else:
                 traces, learner = _record(prompts, sampling, concurrency, model, dtype, learning, report)
         else:
-            traces = read_traces(from_traces)
+            recorded = {path.stem: read_traces(path) for path in from_traces}
+            ordered = _ordered(recorded, limit, shift=shift, mix=mix, seed=learning.seed)
+            traces = [trace for _, trace in ordered]
+            if len(recorded) > 1:
+                traces = [replace(trace, request_id=f"{name}#{n}") for n, (name, trace) in enumerate(ordered)]
             learner = _learner(model, dtype, learning, concurrency)
         if save_traces is not None:
             write_shard(save_traces, traces)
         _check_target(traces, learner)
         for arm in arms:
             report(f"{arm} on {len(traces)} recorded requests")
-            results[arm] = _recorded(arm, traces, learner, Path(folder) / f"arm-{len(results)}", report)
+            results[arm] = _recorded(
+                arm, traces, learner, (state or Path(folder)) / f"arm-{arm.partition(':')[0]}", report
+            )
+        for result in results.values():
+            result.last_version = result.last_version if state is not None else None
+        fields = {arm: _fields(result, traces) for arm, result in results.items()}
     print(file=sys.stderr)
-    fields = {arm: _fields(result, traces) for arm, result in results.items()}
     if plot is not None:
         from livedraft.bench.plots import plot_curves
 
@@ -134,20 +148,21 @@ def run(
 # --- the traffic ----------------------------------------------------------------------------------------------------
 
 
-def _ordered(files: list[Path], limit: int, *, shift: bool, mix: bool, seed: int) -> list[tuple[str, list[Message]]]:
-    """(segment, messages) in order: one file after the other, with `shift` the first one's next prompts again at the end, or
-    all of them mixed."""
-    if not files:
+def _ordered(
+    by_file: Mapping[str, Sequence[T]], limit: int, *, shift: bool, mix: bool, seed: int
+) -> list[tuple[str, T]]:
+    """(segment, prompt or trace) in order: one file after the other, with `shift` the first one's next ones again at the end,
+    or all of them mixed."""
+    if not by_file:
         raise UserError("bench replay needs --prompts FILE, or --from-traces FILE.")
-    wanted = {path: 2 * limit if shift and index == 0 else limit for index, path in enumerate(files)}
-    by_file = {path: read_prompts(path, count) for path, count in wanted.items()}
-    segments = [(path.stem, by_file[path][:limit]) for path in files]
+    segments = [(name, items[:limit]) for name, items in by_file.items()]
     if shift:
-        returned = by_file[files[0]][limit:]
+        first, items = next(iter(by_file.items()))
+        returned = items[limit : 2 * limit]
         if not returned:
-            raise UserError(f"--shift returns to {files[0]} at the end, but it has no more than {limit} prompts.")
-        segments.append((f"{files[0].stem} again", returned))
-    ordered = [(name, messages) for name, prompts in segments for messages in prompts]
+            raise UserError(f"--shift returns to {first} at the end, but it has no more than {limit} entries.")
+        segments.append((f"{first} again", returned))
+    ordered = [(name, item) for name, items in segments for item in items]
     if mix:
         random.Random(seed).shuffle(ordered)
     return ordered
@@ -261,6 +276,8 @@ def _read_outcome(
     result.alphas = [row.alpha for row in rows if row.alpha is not None]
     result.versions = [row.draft_version for row in rows]
     result.train_seconds, result.train_flops = train_seconds, train_flops
+    serving = registry.in_service(ROUTE)
+    result.last_version = registry.folder(serving.id) if serving else None
     for row in registry.versions(ROUTE):
         if row["decision"] and row["status"] in ("in_service", "retired"):
             result.num_promoted += 1
@@ -387,6 +404,7 @@ def _fields(result: ArmResult, traces: Sequence[Trace]) -> dict[str, Any]:
         "alpha_last_100": _mean(alphas[-100:]),
         f"alpha_of_version_at_{_LOOK_AT_REQUEST}": result.gate_alphas.get(version),
         "versions_promoted": result.num_promoted,
+        "last_version": str(result.last_version) if result.last_version else None,
         "tokens_per_second": result.tokens_per_second and round(result.tokens_per_second, 1),
         "seconds": round(result.seconds, 1),
         "train_seconds": round(result.train_seconds, 1),

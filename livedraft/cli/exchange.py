@@ -58,6 +58,8 @@ def export_traces(state: Path | None, file: Path, *, format: str, model: str) ->
                 _lines(traces, format, load_tokenizer(resolve_model(model), ()) if format != "tokens" else None)
             )
             num_left_out = len(traces) - len(lines)
+            if not lines:
+                raise UserError(f"No trace is a chat, and {format} holds nothing else; export with --format openai.")
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             if str(file) == "-":
                 sys.stdout.write(text)

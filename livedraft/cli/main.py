@@ -447,24 +447,33 @@ def bench_replay(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     save_traces: Annotated[Path | None, typer.Option(help="Record the served requests here.")] = None,
-    from_traces: Annotated[Path | None, typer.Option(help="Rerun the arms on recorded requests.")] = None,
+    from_traces: Annotated[
+        list[Path] | None, typer.Option(help="Rerun the arms on recorded requests; may be given several times.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of training and mixing.")] = None,
     loss: Annotated[str | None, typer.Option(help="forward_kl, neg_log_alpha or hybrid.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of the trainer.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the trainer; left out, it chooses.")] = None,
+    select_fraction: Annotated[float | None, typer.Option(help="AdaSPEC: share of the positions that teach.")] = None,
     state: State = None,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Learning curves: serve prompts and learn from them, live or recorded, beside OSD's own variant and static drafts."""
-    settings = _settings(config, learning={"seed": seed, "loss": loss, "learning_rate": learning_rate})
+    """Learning curves: serve prompts and learn from them, live or recorded, beside OSD's own variant and static drafts.
+
+    Without the arm livedraft the prompts are only served and recorded, plainly and in large batches.
+    """
+    settings = _settings(
+        config,
+        learning={"seed": seed, "loss": loss, "learning_rate": learning_rate, "select_fraction": select_fraction},
+    )
     from livedraft.bench.replay import run
 
     run(
         prompt_files=prompts or [], limit=limit, shift=shift, mix=mix, arms=arm or ["livedraft"], concurrency=concurrency,
-        max_tokens=max_tokens, temperature=temperature, save_traces=save_traces, from_traces=from_traces, plot=plot,
+        max_tokens=max_tokens, temperature=temperature, save_traces=save_traces, from_traces=from_traces or [], plot=plot,
         state=state, model=model, dtype=dtype, learning=settings.learning, as_json=as_json,
     )  # fmt: skip
 

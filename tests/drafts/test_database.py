@@ -4,7 +4,13 @@ import pytest
 
 from livedraft.drafts import database as room
 from livedraft.drafts.database import (
-    DATABASE_NAME, open_database, read_controls, read_events, record_events, set_control, set_damaged_database_aside,
+    DATABASE_NAME,
+    open_database,
+    read_controls,
+    read_events,
+    record_events,
+    set_control,
+    set_damaged_database_aside,
     write_status,
 )  # fmt: skip
 from livedraft.records import UserError

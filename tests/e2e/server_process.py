@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -16,11 +17,13 @@ TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 class ServerProcess:
     """`with ServerProcess("MODEL", "--no-learn") as server:`; `url`, `banner`, `pid`, and the exit code after `stop`."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
+    def __init__(self, *arguments: object, before_start: Callable[[], None] | None = None, **environment: str) -> None:
+        """`before_start` runs in the new process, for limits."""
         command = [sys.executable, "-m", "livedraft", "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+            preexec_fn=before_start,
+        )  # fmt: skip
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()

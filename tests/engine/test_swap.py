@@ -29,9 +29,7 @@ class Stage:
         self.target = decoder(MODEL)
         self.first = self.publish(in_service, status="in_service")
         self.served = engine(self.target, self.build(self.first), k=2, events=self.events)
-        self.watcher = SwapWatcher(
-            self.served, self.registry, route="default", build=self.build, events=self.events
-        )
+        self.watcher = SwapWatcher(self.served, self.registry, route="default", build=self.build, events=self.events)
         self.num_served = 0
 
     def publish(self, weights, status="candidate", parent=None, **fields):
@@ -94,7 +92,12 @@ def test_a_good_version_is_a_canary_first_then_watched_then_alone(stage):
     assert s.served.drafting.second_version == s.first.id
     s.serve(80)
     assert s.served.drafting.second is None
-    assert [n for n in s.names() if n != "draft_swapped"] == ["trial_started", "canary_confirmed", "trial_started", "watch_ended"]
+    assert [n for n in s.names() if n != "draft_swapped"] == [
+        "trial_started",
+        "canary_confirmed",
+        "trial_started",
+        "watch_ended",
+    ]
     decision = s.registry.version(new.id)["decision"]
     assert decision["alpha"] == 0.9
     assert decision["live_rounds"] >= 32

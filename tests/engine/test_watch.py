@@ -54,7 +54,9 @@ def test_a_version_that_is_as_good_is_hardly_ever_called_worse():
         for n in range(1, WATCHED_REQUESTS + 1):
             old_n = max(1, n // 9)
             a = LiveCounts(num_requests=n, num_rounds=40 * n, num_accepted=int(new[n - 1]), num_drafted_tokens=0)
-            b = LiveCounts(num_requests=old_n, num_rounds=40 * old_n, num_accepted=int(old[old_n - 1]), num_drafted_tokens=0)
+            b = LiveCounts(
+                num_requests=old_n, num_rounds=40 * old_n, num_accepted=int(old[old_n - 1]), num_drafted_tokens=0
+            )
             if judge("watched", a, b, expected=None).finding == "worse":
                 num_worse += 1
                 break

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from livedraft.config import LearningConfig
-from livedraft.learning import rates, trainer as trainer_room
+from livedraft.learning import rates
+from livedraft.learning import trainer as trainer_room
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.rates import NUM_REQUESTS, RateTrial
 from tests.learning.toy import served_traces, trainer

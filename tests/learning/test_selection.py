@@ -1,5 +1,5 @@
-"""AdaSPEC's choice on an example worked by hand, the age of the online reference, and what it is for: a language whose second half
-no small draft can learn."""
+"""AdaSPEC's choice on an example worked by hand, the age of the online reference, and what it is for: a language whose second
+half no small draft can learn."""
 
 import dataclasses
 
@@ -58,9 +58,7 @@ def test_a_step_takes_the_mean_over_the_positions_its_reference_selects():
 
     def kl(weights):
         hidden_ND = twin._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
-        return forward_kl(
-            compare(weights.head(hidden_ND).float(), batch.teacher_rows_NK, batch.teacher_log_probs_NK)
-        )
+        return forward_kl(compare(weights.head(hidden_ND).float(), batch.teacher_rows_NK, batch.teacher_log_probs_NK))
 
     with twin._autocast():
         gains = kl(twin._weights()) - kl(twin._weights_of(reference))
@@ -99,8 +97,8 @@ def test_the_reference_is_an_older_self_taken_once_the_draft_has_learnt_somethin
 
 
 def test_top_beats_bottom_where_half_of_the_tokens_cannot_be_learnt(monkeypatch):
-    """Even positions follow a rule of the token before; odd ones are noise that changes with every copy. What is selected decides
-    whether the steps go to what can be learnt."""
+    """Even positions follow a rule of the token before; odd ones are noise that changes with every copy. What is selected
+    decides whether the steps go to what can be learnt."""
     generator = np.random.default_rng(0)
     rule = [3, 5, 1, 7, 2, 0, 4, 6]
 

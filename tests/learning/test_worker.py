@@ -487,7 +487,7 @@ def test_a_damaged_shard_is_set_aside_with_an_event(state):
 
 def test_a_draft_too_large_for_the_machine_is_refused_with_the_number(state, monkeypatch):
     monkeypatch.setattr("livedraft.learning.trainer.available_memory_bytes", lambda: 1000)
-    with pytest.raises(UserError, match="needs about .* GiB"):
+    with pytest.raises(UserError, match=r"needs about .* GiB"):
         worker(state)
 
 

@@ -123,7 +123,9 @@ def test_traces_are_listed_without_text_and_deleted_by_user(client, state):
 
 
 def test_every_event_has_a_sentence(client, state):
-    record_events(state, [{"event": "drift", "time": 1.0, "alpha": 0.2, "before": 0.5}, {"event": "odd", "time": 2.0, "x": 1}])
+    record_events(
+        state, [{"event": "drift", "time": 1.0, "alpha": 0.2, "before": 0.5}, {"event": "odd", "time": 2.0, "x": 1}]
+    )
     events = client.get("/admin/events?limit=2", headers=KEY).json()["events"]
     assert events[0]["sentence"].startswith("The traffic changed: acceptance fell from 0.50 to 0.20")
     assert events[1]["sentence"] == "Odd: x 1."
