@@ -25,16 +25,9 @@ from livedraft.device import (
     num_available_cores,
     use_threads,
 )
-from livedraft.drafts.registry import Registry, lock_state, new_version_id
-from livedraft.drafts.weights import (
-    DraftWeights,
-    check_against_target,
-    draft_from_target,
-    load_draft,
-    lowest_token_ids,
-    save_draft,
-    serving_weights,
-)
+from livedraft.draft_source import ROUTE, DraftSource, is_whole_model, tokenizer_of, untrained_draft
+from livedraft.drafts.registry import Registry, lock_state
+from livedraft.drafts.weights import DraftWeights
 from livedraft.engine.engine import Engine
 from livedraft.engine.loop import EngineLoop
 from livedraft.engine.request import RequestState
@@ -45,22 +38,16 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
 from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
-from livedraft.models.decoder import Decoder
-from livedraft.models.open import OpenModel, open_model
+from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
-from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
+from livedraft.records import DraftVersion, Request, SamplingParams, Trace, text_token_ids
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
-from livedraft.tokenizer import Message, TextStream, Tokenizer, load_tokenizer
+from livedraft.tokenizer import Message, TextStream
 from livedraft.upkeep import Upkeep
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Plain text, chat messages (the model's template is applied), or token ids."""
-ROUTE = "default"
-UNTRAINED = "untrained"
-"""The version name of a draft made of the target's first layers."""
-_BARE_PRIOR = 0.05
-"""Its acceptance on GSM8K and on the demo's stream is .06 to .07: too little to draft for, so only probes do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +67,8 @@ class LLM:
     with the target's tokenizer. state: the folder of drafts and traces; without one nothing is kept. learn: train on what is
     served (needs `state`). Raises UserError or ValueError with one sentence when something does not fit.
 
-    Drafts made of the target's own layers, and so learning, need a target the native decoder reads; others decode plainly
-    or with a whole small model.
+    Drafts made of the target's own layers need a target the native decoder reads; others decode plainly or with a whole small
+    model, which can learn too.
     """
 
     def __init__(
@@ -126,7 +113,7 @@ class LLM:
         model_path = resolve_model(model)
         opened = open_model(model_path, self.path)
         self.target_fingerprint = opened.fingerprint
-        self.tokenizer = _tokenizer_of(model_path, opened)
+        self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)
         self._engine_config = within_memory(config, opened, self.path, self._speculation, self.events)
         self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
@@ -144,12 +131,21 @@ class LLM:
             self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
         )
         self.num_parameters = opened.num_parameters
-        self.uses_own_layers = opened.native is not None and not _is_whole_model(draft)
+        self.uses_own_layers = opened.native is not None and not is_whole_model(draft)
         num_draft_layers = 0 if self._speculation.method == "none" else self._speculation.num_draft_layers
         self._slot_bytes = opened.kv_bytes_per_position(self.path, num_draft_layers) * self._engine_config.max_model_len
         self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
-        self._untrained = self._make_untrained(opened, draft)
-        resident = self._first_draft(draft)
+        self._drafts = DraftSource(
+            self._target,
+            path=self.path,
+            tokenizer=self.tokenizer,
+            target_fingerprint=self.target_fingerprint,
+            registry=self.registry,
+            events=self.events,
+            learns=self._learns,
+            untrained=None if self.is_plain_by_choice else untrained_draft(opened, self._speculation),
+        )
+        resident = None if self.is_plain_by_choice else self._drafts.first(draft)
         # The key of the hashes by which conversations and clients are known.
         self.secret = load_secret(self.state) if self.state is not None else os.urandom(32)
         if self._learns and self.state is not None:
@@ -163,7 +159,7 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             target_fingerprint=self.target_fingerprint,
             trace_sink=self.capture.offer if self.capture else None,
-            prior=self.prior_of(resident),
+            prior=self._drafts.prior_of(resident),
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
         if self._learns and self.state is not None and self.registry is not None:
@@ -310,143 +306,15 @@ class LLM:
 
     def resident_draft(self, version_id: str) -> DraftModel:
         """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
-        if _is_whole_model(version_id):
-            return self._whole_model_draft(Path(version_id))
-        if not isinstance(self._target, Decoder):
-            raise UserError(
-                "Drafts of the target's own layers need a target the native decoder reads; give draft='none' or the folder "
-                "of a small model with the same tokenizer."
-            )
-        if version_id == UNTRAINED:
-            if self._untrained is None:
-                raise UserError("This LLM was made without a draft; leave out draft='none'.")
-            weights = self._untrained
-        else:
-            weights = self._stored_draft(version_id)
-        check_against_target(weights, self._target.config, f"Draft {version_id}")
-        decoder = Decoder(
-            self._target.config,
-            serving_weights(weights, self._target.weights, self.path),
-            num_slots=self._target.num_slots,
-            max_length=self._target.max_length,
-            dtype=self.path.dtype,
-            device=self.path.device,
-        )
-        return DraftModel(decoder, weights.draft_to_target_W, version=version_id, keep_logits=self._learns)
-
-    def _whole_model_draft(self, path: Path) -> DraftModel:
-        """A small model of its own as the draft; its tokenizer must be the target's."""
-        opened = open_model(path, self.path)
-        if _tokenizer_of(path, opened).fingerprint != self.tokenizer.fingerprint:
-            raise UserError(f"The tokenizer of {path} is not the target's; a draft must share the target's vocabulary.")
-        max_length = min(opened.max_positions, self._target.max_length)  # longer requests decode plainly past it
-        runtime = opened.runtime(self.path, num_slots=self._target.num_slots, max_length=max_length)
-        # Models of one family may pad their vocabularies differently; only tokens both have are proposed.
-        shared = torch.arange(min(opened.vocabulary_size, self._target.vocabulary_size))
-        return DraftModel(
-            runtime,
-            shared,
-            version=path.resolve().name,
-            keep_logits=self._learns,
-            target_vocabulary_size=self._target.vocabulary_size,
-        )
-
-    def _stored_draft(self, version_id: str) -> DraftWeights:
-        folder = Path(version_id)
-        if (folder / "draft.safetensors").exists():
-            return load_draft(folder / "draft.safetensors")
-        manifest = self.registry.manifest(version_id) if self.registry else {}
-        if self.registry is None or not manifest:
-            raise UserError(
-                f"There is no draft {version_id!r}: neither a version in the state folder nor a draft's folder."
-            )
-        version = DraftVersion(**manifest)
-        if version.target_fingerprint != self.target_fingerprint:
-            raise UserError(f"Version {version.id} was trained for another target ({version.target_fingerprint}).")
-        return self.registry.load(version)
-
-    def _make_untrained(self, opened: OpenModel, draft: str) -> DraftWeights | None:
-        """While the target's plain tensors are still at hand."""
-        if self.is_plain_by_choice or opened.native is None:
-            return None
-        size = self._speculation.draft_vocabulary_size
-        return draft_from_target(
-            opened.native,
-            num_layers=self._speculation.num_draft_layers,
-            token_ids=lowest_token_ids(opened.vocabulary_size, size),
-        )
-
-    def _first_draft(self, draft: str) -> DraftModel | None:
-        if self.is_plain_by_choice:
-            return None
-        if draft != "auto":
-            return self.resident_draft(draft)
-        if self._untrained is None:
-            if self._learns:
-                raise UserError("learn needs a target the native decoder reads: Llama, Qwen2 or Qwen3.")
-            return None  # a target of another family decodes plainly
-        version = self.registry.in_service(ROUTE) if self.registry else None
-        if version is not None and version.target_fingerprint != self.target_fingerprint:
-            raise UserError(
-                f"The drafts in {self.state} were trained for another target; give another --state or the target they know."
-            )
-        resident = self._last_good_draft(version)
-        if resident is not None:
-            return resident
-        return self.resident_draft(self._publish_untrained().id if self._learns else UNTRAINED)
-
-    def _last_good_draft(self, version: DraftVersion | None) -> DraftModel | None:
-        """The version in service or, where its folder is damaged, the nearest one before it that can be read."""
-        while version is not None and self.registry is not None:
-            try:
-                return self.resident_draft(version.id)
-            except UserError as error:
-                self.events.emit("draft_refused", version=version.id, reason=str(error))
-                try:
-                    before = self.registry.roll_back(ROUTE, {})
-                except UserError:
-                    before = None
-                self.registry.set_aside(version.id, str(error))
-                version = before
-        return None
+        return self._drafts.resident(version_id)
 
     def prior_of(self, draft: DraftModel | None) -> float:
-        """The acceptance to expect: what the gate measured, next to nothing of the target's bare layers, else an even guess."""
-        if draft is None:
-            return 0.0
-        rows = self.registry.versions(ROUTE) if self.registry else []
-        decision = next((row["decision"] for row in rows if row["id"] == draft.version), None)
-        if decision and decision.get("alpha") is not None:
-            return float(decision["alpha"])
-        serving = self.registry.in_service(ROUTE) if self.registry else None
-        is_first = serving is not None and serving.id == draft.version and serving.parent is None
-        return _BARE_PRIOR if is_first or draft.version == UNTRAINED else 0.3
+        """The acceptance to expect of a resident draft."""
+        return self._drafts.prior_of(draft)
 
     def untrained_draft(self) -> tuple[DraftWeights, DraftVersion]:
         """The draft every stream starts from, with its description as a first version. Raises UserError without one."""
-        if self._untrained is None:
-            raise UserError(
-                "There is no untrained draft: the native decoder does not read this target, or draft is 'none'."
-            )
-        weights = self._untrained
-        version = DraftVersion(
-            id=new_version_id(0),
-            route=ROUTE,
-            parent=None,
-            sha256="",
-            target_fingerprint=self.target_fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            num_layers=weights.num_layers,
-            vocabulary_size=weights.vocabulary_size,
-            created_at=time.time(),
-        )
-        return weights, version
-
-    def _publish_untrained(self) -> DraftVersion:
-        """The first version of a fresh state: the trainer starts from it and traces name it."""
-        assert self.registry is not None
-        weights, version = self.untrained_draft()
-        return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
+        return self._drafts.untrained()
 
     def _redaction(self) -> Callable[[Trace], Trace | None]:
         if self.learning.redact is None:
@@ -484,10 +352,6 @@ class LLM:
         self.close()
 
 
-def _is_whole_model(draft: str) -> bool:
-    return (Path(draft) / "config.json").exists() or draft.endswith(".gguf")
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of them: a list of messages or of token ids is one prompt."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (dict, int))):
@@ -500,13 +364,3 @@ def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
     root = [(message["role"], str(message["content"])) for message in messages if message["role"] == "system"][:1]
     first_user = next((message for message in messages if message["role"] == "user"), None)
     return root if first_user is None else [*root, ("user", str(first_user["content"]))]
-
-
-def _tokenizer_of(model_path: Path, opened: OpenModel) -> Tokenizer:
-    tokenizer = load_tokenizer(model_path, opened.eos_token_ids)
-    if tokenizer.num_tokens > opened.vocabulary_size:
-        raise UserError(
-            f"The tokenizer in {model_path} has {tokenizer.num_tokens} tokens and the model {opened.vocabulary_size}; "
-            "they do not belong together."
-        )
-    return tokenizer

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_controls, read_events, read_status, record_events, set_control
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights
@@ -20,7 +21,6 @@ from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore
 from livedraft.records import DraftVersion, UserError
 
-ROUTE = "default"
 _STALE_SECONDS = 10.0
 
 

@@ -22,12 +22,12 @@ import numpy as np
 
 from livedraft.bench.http_client import Streamed, StreamingClient
 from livedraft.bench.serve import bench_prompts, running_server
+from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_status, set_control
 from livedraft.drafts.registry import Registry
 from livedraft.records import UserError
 from livedraft.tokenizer import Message
 
-ROUTE = "default"
 _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
 _SETTLE_SECONDS = 3.0
 """After a change of the control, before gaps count."""

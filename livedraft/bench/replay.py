@@ -27,15 +27,17 @@ from safetensors import SafetensorError
 
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
+from livedraft.device import num_available_cores
+from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_status
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import example_from_trace
+from livedraft.learning.forward import TargetParts
 from livedraft.learning.store import TraceStore, read_shard, write_shard
 from livedraft.learning.trainer import Trainer
 from livedraft.learning.worker import Worker
-from livedraft.llm import LLM, ROUTE
-from livedraft.models.load import load_embedding_and_head
+from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message
@@ -200,6 +202,8 @@ def _serve_live(
     report: Callable[[str], None],
 ) -> tuple[ArmResult, list[Trace], Learner]:
     config = EngineConfig(max_num_seqs=concurrency)
+    # Bursts and pauses: while the trainer works nobody is served, so it may have the whole machine.
+    learning = replace(learning, num_threads=num_available_cores(), micro_batch_tokens=1024)
     result = ArmResult()
     with LLM(model, state=state, learn=True, dtype=dtype, engine=config, learning=learning) as llm:
         learner = _learner_of(llm, model, learning, concurrency)
@@ -377,13 +381,10 @@ def _score_static(name: str, traces: Sequence[Trace], learner: Learner) -> ArmRe
 
 
 def _trainer(learner: Learner, config: LearningConfig) -> Trainer:
-    model_config, embedding_VD, head_VD = load_embedding_and_head(learner.target)
     return Trainer(
         config=config,
-        model_config=model_config,
+        target=TargetParts.load(learner.target, learner.untrained),
         draft=learner.untrained,
-        embedding_VD=embedding_VD,
-        head_VD=head_VD,
         max_positions=learner.max_positions,
     )
 

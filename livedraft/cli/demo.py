@@ -26,11 +26,12 @@ from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.config import EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
+from livedraft.draft_source import ROUTE, UNTRAINED
 from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.events import Event, Events
 from livedraft.learning.capture import write_secret
 from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.llm import LLM, ROUTE, UNTRAINED
+from livedraft.llm import LLM
 from livedraft.models.pull import MODELS, pull, resolve_model
 from livedraft.records import SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats

@@ -8,15 +8,17 @@ Legend: D width, W draft vocabulary.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from livedraft.device import ExecutionPath
-from livedraft.models.config import ModelConfig
+from livedraft.models.config import ModelConfig, config_from_dict
 from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, PackedGatedLinear, PackedLinear
 from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
 from livedraft.records import UserError
@@ -24,13 +26,26 @@ from livedraft.records import UserError
 
 @dataclass(kw_only=True)
 class DraftWeights:
-    """Named float32 tensors plus `draft_to_target_W`: the target id of each head row, ascending."""
+    """Named float32 tensors plus `draft_to_target_W`: the target id of each head row, ascending.
+
+    Three kinds: some layers in the target's own shape, over its embedding (neither config is given); a whole small model of a
+    family the native decoder reads, in a shape of its own (`config`, and a tensor `embedding`); a whole model of transformers
+    (`hf_config`, tensors under their names there).
+    """
 
     tensors: dict[str, torch.Tensor]
     draft_to_target_W: torch.Tensor
+    config: ModelConfig | None = None
+    hf_config: dict[str, Any] | None = None
+
+    @property
+    def is_whole_model(self) -> bool:
+        return self.config is not None or self.hf_config is not None
 
     @property
     def num_layers(self) -> int:
+        if self.hf_config is not None:
+            return int(self.hf_config.get("num_hidden_layers") or self.hf_config.get("n_layer") or 0)
         return 1 + max(int(name.split(".")[1]) for name in self.tensors if name.startswith("layers."))
 
     @property
@@ -76,6 +91,26 @@ def draft_from_target(model: LoadedModel, *, num_layers: int, token_ids: list[in
     return DraftWeights(tensors=tensors, draft_to_target_W=ids_W)
 
 
+def draft_from_model(model: LoadedModel, shared_vocabulary_size: int) -> DraftWeights:
+    """A whole small model as a draft that can learn; only tokens that target and draft both have are proposed."""
+    tokens = list(range(min(shared_vocabulary_size, model.config.vocabulary_size)))
+    draft = draft_from_target(model, num_layers=model.config.num_layers, token_ids=tokens)
+    draft.tensors["embedding"] = model.tensors[EMBEDDING].float().clone()
+    draft.config = model.config
+    return draft
+
+
+def draft_from_hf(module: Any, shared_vocabulary_size: int) -> DraftWeights:
+    """The same for a model of transformers."""
+    tensors = {name: parameter.detach().float().clone() for name, parameter in module.named_parameters()}
+    num_tokens = min(shared_vocabulary_size, int(module.config.vocab_size))
+    return DraftWeights(
+        tensors=tensors,
+        draft_to_target_W=torch.arange(num_tokens),
+        hf_config=json.loads(module.config.to_json_string()),
+    )
+
+
 def lowest_token_ids(vocabulary_size: int, size: int) -> list[int]:
     """The draft vocabulary before any traffic: low ids are the frequent tokens of a BPE vocabulary."""
     return list(range(min(size, vocabulary_size)))
@@ -117,16 +152,21 @@ def decoder_weights(
     )
 
 
-def serving_weights(draft: DraftWeights, target: DecoderWeights, path: ExecutionPath) -> DecoderWeights:
-    """The draft laid out for the execution path, sharing the target's embedding in memory."""
-    return decoder_weights(
-        draft, target.embedding_VD, dtype=path.dtype, device=path.device, is_prepacked=path.is_prepacked
-    )
+def serving_weights(draft: DraftWeights, target: DecoderWeights | None, path: ExecutionPath) -> DecoderWeights:
+    """The draft laid out for the execution path, sharing the target's embedding in memory unless it has its own."""
+    if "embedding" in draft.tensors:
+        embedding_VD = draft.tensors["embedding"].to(path.device, path.dtype)
+    else:
+        assert target is not None, "a draft of the target's layers needs the target's embedding"
+        embedding_VD = target.embedding_VD
+    return decoder_weights(draft, embedding_VD, dtype=path.dtype, device=path.device, is_prepacked=path.is_prepacked)
 
 
 def check_against_target(draft: DraftWeights, config: ModelConfig, origin: str) -> None:
-    """Raises UserError naming the first tensor that does not fit the target."""
-    D, V = config.width, config.vocabulary_size
+    """Raises UserError naming the first tensor that does not fit the target, or a whole model's own config."""
+    V = config.vocabulary_size
+    config = draft.config or config
+    D = config.width
     expected = {"final_norm": (D,), "head": (draft.vocabulary_size, D)}
     for name, shape in expected.items():
         found = draft.tensors.get(name)
@@ -144,16 +184,25 @@ def check_against_target(draft: DraftWeights, config: ModelConfig, origin: str) 
 def save_draft(draft: DraftWeights, path: Path) -> str:
     """Write one safetensors file and return its sha256. The caller renames it into place."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in draft.tensors.items()}
-    save_file({**tensors, "draft_to_target": draft.draft_to_target_W}, path)
+    kinds = {"config": draft.config and asdict(draft.config), "hf_config": draft.hf_config}
+    metadata = {name: json.dumps(kind) for name, kind in kinds.items() if kind is not None}
+    save_file({**tensors, "draft_to_target": draft.draft_to_target_W}, path, metadata=metadata or None)
     return file_sha256(path)
 
 
 def load_draft(path: Path) -> DraftWeights:
     """Raises UserError when the file is missing or damaged."""
     try:
-        tensors = load_file(path)
-        return DraftWeights(draft_to_target_W=tensors.pop("draft_to_target"), tensors=tensors)
-    except (SafetensorError, OSError, KeyError) as error:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return DraftWeights(
+            draft_to_target_W=tensors.pop("draft_to_target"),
+            tensors=tensors,
+            config=config_from_dict(json.loads(metadata["config"])) if "config" in metadata else None,
+            hf_config=json.loads(metadata["hf_config"]) if "hf_config" in metadata else None,
+        )
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged or no draft ({error}).") from error
 
 

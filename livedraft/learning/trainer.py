@@ -2,7 +2,7 @@
 
 One optimiser step (`Trainer.step`):
   1. split the examples into micro-batches; between two of them the caller may yield to serving;
-  2. run the draft's layers over prompt + output, teacher-forced (`run_layers`, the serving code, with autograd);
+  2. run the draft over prompt + output, teacher-forced, with autograd (`forward.py`);
   3. logits only at the output positions, in chunks of rows;
   4. the loss against the target's own distribution at each position;
   5. one AdamW step on the mean over all positions of all micro-batches;
@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from livedraft.config import LEARNING_RATES, LearningConfig
 from livedraft.device import available_memory_bytes, cpu_has_bf16_instructions
-from livedraft.drafts.weights import DraftWeights, decoder_weights
+from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
+from livedraft.learning.forward import Forward, TargetParts, forward_of
 from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
 from livedraft.learning.selection import CONTROL_SHARE, keep_largest
-from livedraft.models.config import ModelConfig
-from livedraft.models.decoder import DecoderWeights, RotaryTable, run_layers
 from livedraft.records import UserError
 from livedraft.sampling import logits_to_probs
 
@@ -76,7 +74,7 @@ class Score:
 class Scorer:
     """A draft ready to be run: its weights, and the row of each target token or −1."""
 
-    weights: DecoderWeights
+    weights: Forward
     lookup_V: torch.Tensor
 
 
@@ -97,19 +95,13 @@ class Trainer:
         self,
         *,
         config: LearningConfig,
-        model_config: ModelConfig,
+        target: TargetParts,
         draft: DraftWeights,
-        embedding_VD: torch.Tensor,
-        head_VD: torch.Tensor,
         max_positions: int,
     ) -> None:
-        """embedding_VD and head_VD are the target's, float32 and frozen; head_VD gives new vocabulary rows their start."""
         self.config = config
-        self.model_config = model_config
-        self.embedding_VD = embedding_VD
-        self.head_VD = head_VD
+        self.target = target
         self.max_positions = max_positions
-        self.rotary = RotaryTable(model_config, max_positions, torch.float32, torch.device("cpu"))
         self.uses_bf16 = cpu_has_bf16_instructions()
         self.base_rate = config.learning_rate or LEARNING_RATES[0]
         self.flops = 0.0
@@ -121,15 +113,14 @@ class Trainer:
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         return Trainer(
             config=config,
-            model_config=self.model_config,
-            draft=DraftWeights(tensors=weights, draft_to_target_W=self.draft_to_target_W),
-            embedding_VD=self.embedding_VD,
-            head_VD=self.head_VD,
+            target=self.target,
+            draft=replace(self._kind, tensors=weights, draft_to_target_W=self.draft_to_target_W),
             max_positions=self.max_positions,
         )
 
     def restart_from(self, draft: DraftWeights) -> None:
         """Train on from these weights, the optimiser's memory empty."""
+        self._kind = replace(draft, tensors={})
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=self.base_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
@@ -160,7 +151,7 @@ class Trainer:
         names = [name.removeprefix("parameter.") for name in tensors if name.startswith("parameter.")]
         weights = {name: tensors[f"parameter.{name}"] for name in names}
         self.base_rate = float(tensors["base_rate"])
-        self.restart_from(DraftWeights(tensors=weights, draft_to_target_W=tensors["draft_to_target"]))
+        self.restart_from(replace(self._kind, tensors=weights, draft_to_target_W=tensors["draft_to_target"]))
         self.averaged = {name: tensors[f"averaged.{name}"].clone() for name in names}
         self.num_steps, self.schedule_step = int(tensors["num_steps"]), int(tensors["schedule_step"])
         for name in names if self.num_steps else ():
@@ -181,7 +172,7 @@ class Trainer:
         Raises BadStepError, the weights untouched, when the gradient is not finite or the loss is that of an exploded model.
         """
         total_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
-        weights = self._weights()
+        weights = self._forward(replace(self._kind, tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
         teacher = None if reference is None else self._scorer(reference)
         loss_sum = alpha_sum = 0.0
         num_taught = num_used = 0
@@ -193,7 +184,7 @@ class Trainer:
                 alpha_sum += sums.overlap
                 num_taught += sums.num_taught
                 num_used += sums.num_used
-                self.flops += 6.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
+                self.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 between()
         if 0 < num_used < total_positions:  # the mean over those that are used
             for parameter in self.parameters.values():
@@ -249,7 +240,7 @@ class Trainer:
         self.schedule_step = 0
 
     def _accumulate_gradients(
-        self, batch: TrainBatch, weights: DecoderWeights, total_positions: int, reference: Scorer | None
+        self, batch: TrainBatch, weights: Forward, total_positions: int, reference: Scorer | None
     ) -> _Sums:
         """Over a micro-batch, which is also the window that a selection is made in.
 
@@ -257,7 +248,7 @@ class Trainer:
         So a single chunk of [rows, W] logits is ever held, and nothing is computed twice.
         """
         loss_function = LOSS_FUNCTIONS[self.config.loss]
-        hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
+        hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         leaf_ND = hidden_ND.detach().requires_grad_()
         sums = _Sums()
         selected_N = None if reference is None else self._selected(batch, leaf_ND, weights, reference)
@@ -279,11 +270,11 @@ class Trainer:
 
     @torch.no_grad()
     def _selected(
-        self, batch: TrainBatch, hidden_ND: torch.Tensor, weights: DecoderWeights, reference: Scorer
+        self, batch: TrainBatch, hidden_ND: torch.Tensor, weights: Forward, reference: Scorer
     ) -> torch.Tensor:
         """Which rows teach: those where the draft has most to gain by the reference's example (AdaSPEC, section 3.2).
         Examples of the control group keep all of theirs."""
-        reference_hidden_ND = self._hidden(batch.token_ids_BT, reference.weights)[batch.loss_rows_N]
+        reference_hidden_ND = reference.weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         reference_rows_NK = reference.lookup_V[batch.teacher_token_ids_NK]
         gains = []
         for start in range(0, hidden_ND.shape[0], ROWS_PER_CHUNK):
@@ -294,7 +285,7 @@ class Trainer:
                 reference.weights.head(reference_hidden_ND[rows]).float(), reference_rows_NK[rows], log_probs_NK
             )
             gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
-        self.flops += 2.0 * _num_weights(reference.weights) * batch.token_ids_BT.numel()
+        self.flops += 2.0 * reference.weights.num_weights * batch.token_ids_BT.numel()
         keeps_N = keep_largest(torch.cat(gains), self.config.select_fraction)
         is_control_B = batch.trace_ids_B % CONTROL_SHARE == 0
         return keeps_N | is_control_B[batch.example_N]
@@ -305,7 +296,7 @@ class Trainer:
         self, examples: Sequence[Example], draft: DraftWeights | None = None, between: Callable[[], None] = lambda: None
     ) -> list[Score]:
         """Acceptance of each example under the given draft, or under what `snapshot` would give. In the order given."""
-        draft = draft or DraftWeights(tensors=self.averaged, draft_to_target_W=self.draft_to_target_W)
+        draft = draft or replace(self._kind, tensors=self.averaged, draft_to_target_W=self.draft_to_target_W)
         scorer = self._scorer(draft)
         weights, lookup_V = scorer.weights, scorer.lookup_V
         scores: dict[int, Score] = {}
@@ -313,8 +304,8 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):
                 batch = collate(micro_batch, lookup_V, every_position=True)
-                self.flops += 2.0 * _num_weights(weights) * sum(example.num_tokens for example in micro_batch)
-                hidden_ND = self._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
+                self.flops += 2.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
+                hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
                 for index, example in enumerate(micro_batch):
                     rows = torch.nonzero(batch.example_N == index)[:, 0]
                     logits_TW = weights.head(hidden_ND[rows]).float()
@@ -325,16 +316,19 @@ class Trainer:
     # --- the draft vocabulary ---------------------------------------------------------------------------------------
 
     def change_vocabulary(self, token_ids: Sequence[int]) -> None:
-        """Follow the traffic: rows stay with their token and its optimiser state; new rows start from the target's head."""
+        """Follow the traffic: rows stay with their token and its optimiser state; new rows start from the target's head. A
+        whole model keeps the vocabulary it came with."""
         new_W = torch.tensor(sorted(set(token_ids)))
-        if torch.equal(new_W, self.draft_to_target_W):
+        if self._kind.is_whole_model or torch.equal(new_W, self.draft_to_target_W):
             return
+        target_head_VD = self.target.head_VD
+        assert target_head_VD is not None
         head = self.parameters["head"]
         old_rows_W = self.target_to_draft_V[new_W]
         is_known_W = old_rows_W >= 0
 
         def carried(head_WD: torch.Tensor) -> torch.Tensor:
-            new_head_WD = self.head_VD[new_W].clone()
+            new_head_WD = target_head_VD[new_W].clone()
             new_head_WD[is_known_W] = head_WD[old_rows_W[is_known_W]]
             return new_head_WD
 
@@ -355,56 +349,27 @@ class Trainer:
     def snapshot(self) -> DraftWeights:
         """A copy of the averaged weights as they are now."""
         tensors = {name: tensor.clone() for name, tensor in self.averaged.items()}
-        return DraftWeights(tensors=tensors, draft_to_target_W=self.draft_to_target_W.clone())
+        return replace(self._kind, tensors=tensors, draft_to_target_W=self.draft_to_target_W.clone())
 
     def _set_vocabulary(self, draft_to_target_W: torch.Tensor) -> None:
         self.draft_to_target_W = draft_to_target_W
         self.target_to_draft_V = self._lookup(draft_to_target_W)
 
     def _lookup(self, draft_to_target_W: torch.Tensor) -> torch.Tensor:
-        lookup_V = torch.full((self.model_config.vocabulary_size,), -1)
+        lookup_V = torch.full((self.target.vocabulary_size,), -1)
         lookup_V[draft_to_target_W] = torch.arange(len(draft_to_target_W))
         return lookup_V
 
     # --- the forward pass -------------------------------------------------------------------------------------------
 
     def _scorer(self, draft: DraftWeights) -> Scorer:
-        return Scorer(weights=self._weights_of(draft), lookup_V=self._lookup(draft.draft_to_target_W))
+        return Scorer(weights=self._forward(draft), lookup_V=self._lookup(draft.draft_to_target_W))
 
-    def _weights(self) -> DecoderWeights:
-        return self._weights_of(DraftWeights(tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
-
-    def _weights_of(self, draft: DraftWeights) -> DecoderWeights:
-        return decoder_weights(
-            draft, self.embedding_VD, dtype=torch.float32, device=torch.device("cpu"), is_prepacked=False
-        )
+    def _forward(self, draft: DraftWeights) -> Forward:
+        return forward_of(draft, self.target, self.max_positions)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bf16)
-
-    def _hidden(self, token_ids_BT: torch.Tensor, weights: DecoderWeights) -> torch.Tensor:
-        """Final normed hidden states [B * T, D]. Padding is on the right, so causal attention never sees it."""
-        B, T = token_ids_BT.shape
-        config = self.model_config
-        repeats = config.num_query_heads_per_kv
-
-        def attend(
-            _layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
-        ) -> torch.Tensor:
-            queries, keys, values = (
-                x.reshape(B, T, -1, config.head_width).transpose(1, 2) for x in (queries_NHE, keys_NGE, values_NGE)
-            )
-            # Written out: on CPUs the fused kernel's backward pass is several times slower than these products.
-            keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
-            scores_BHTT = queries @ keys.transpose(-1, -2) * config.head_width**-0.5
-            attended = (scores_BHTT + mask_TT).softmax(-1).to(values.dtype) @ values
-            return attended.transpose(1, 2).reshape(B * T, -1)
-
-        mask_TT = torch.full((T, T), -torch.inf).triu(1)
-        hidden_ND = F.embedding(token_ids_BT.view(-1), self.embedding_VD)
-        positions_N = torch.arange(T).repeat(B)
-        hidden_ND = run_layers(hidden_ND, positions_N, weights.layers, config, self.rotary, attend)
-        return F.rms_norm(hidden_ND, (config.width,), weights.final_norm_D, config.norm_eps)
 
 
 def require_memory(draft: DraftWeights, config: LearningConfig) -> None:
@@ -419,16 +384,6 @@ def require_memory(draft: DraftWeights, config: LearningConfig) -> None:
             f"Training this draft needs about {needed / 2**30:.1f} GiB and the machine has {free / 2**30:.1f} free; take fewer "
             "num_draft_layers, a smaller max_vocabulary_size, or a fixed learning_rate."
         )
-
-
-def _num_weights(weights: DecoderWeights) -> int:
-    """That take part in products: all but the embedding and the norms."""
-    layers = sum(
-        linear.weight.numel()
-        for layer in weights.layers
-        for linear in (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
-    )
-    return layers + weights.head.weight.numel()
 
 
 def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor) -> Score:

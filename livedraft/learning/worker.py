@@ -39,13 +39,13 @@ from livedraft.drafts.registry import Registry, fsync_path, new_version_id
 from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import Memory
 from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.selection import Reference
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
-from livedraft.models.load import load_embedding_and_head
 from livedraft.records import DraftVersion, UserError
 
 POLL_SECONDS = 0.1
@@ -75,18 +75,11 @@ class Worker:
         if in_service is None:
             raise UserError(f"{state} has no draft in service on route {route}; start serving with this state first.")
         self.in_service = in_service
-        model_config, embedding_VD, head_VD = load_embedding_and_head(target)
         draft = self.registry.load(in_service)
+        parts = TargetParts.load(target, draft)
         require_memory(draft, config)
-        self.trainer = Trainer(
-            config=config,
-            model_config=model_config,
-            draft=draft,
-            embedding_VD=embedding_VD,
-            head_VD=head_VD,
-            max_positions=max_positions,
-        )
-        self.memory = Memory(config, model_config.vocabulary_size)
+        self.trainer = Trainer(config=config, target=parts, draft=draft, max_positions=max_positions)
+        self.memory = Memory(config, parts.vocabulary_size)
         self.rate_trial = RateTrial(self.trainer, config) if config.learning_rate is None else None
         self.reference = Reference(config)
         self.controls = read_controls(state)

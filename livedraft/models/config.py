@@ -50,6 +50,18 @@ class ModelConfig:
             )
 
 
+def config_from_dict(fields: dict[str, Any]) -> ModelConfig:
+    """What dataclasses.asdict made, through JSON. Raises TypeError for anything else."""
+    scaling = fields.get("rope_scaling")
+    return ModelConfig(
+        **{
+            **fields,
+            "rope_scaling": RopeScaling(**scaling) if scaling else None,
+            "eos_token_ids": tuple(fields.get("eos_token_ids", ())),
+        }
+    )
+
+
 NATIVE_FAMILIES = ("llama", "qwen2", "qwen3")
 
 

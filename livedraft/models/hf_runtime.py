@@ -143,6 +143,27 @@ def load_hf_model(path: Path, dtype: torch.dtype, device: torch.device) -> tuple
     return model.to(device).eval(), digest.hexdigest()[:16]
 
 
+def module_of_config(raw: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """A transformers model of this config in float32, with the given parameters or with numbers still to be given.
+
+    Raises UserError for an unknown kind or parameters that are not this model's.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(raw)
+    try:
+        config = AutoConfig.for_model(fields.pop("model_type", ""), **fields)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        if tensors is not None:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(tensors[name])
+        return module
+    except Exception as error:  # transformers raises many kinds; the first line says what it is
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"transformers cannot build this draft: {first_line}") from error
+
+
 def max_positions_of(model: Any) -> int:
     """The model's context length, whatever its family calls it."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):

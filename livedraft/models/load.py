@@ -78,6 +78,11 @@ def load_embedding_and_head(path: Path) -> tuple[ModelConfig, torch.Tensor, torc
     return config, embedding_VD, head_VD
 
 
+def read_config(path: Path) -> ModelConfig:
+    """Raises UserError when the path is wrong or the file is damaged or unknown."""
+    return _open(path)[0]
+
+
 StoredTensor = tuple[str, Callable[[], torch.Tensor]]
 
 

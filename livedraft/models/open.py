@@ -10,7 +10,7 @@ from livedraft.device import ExecutionPath
 from livedraft.models.config import NATIVE_FAMILIES
 from livedraft.models.decoder import Decoder, DecoderWeights
 from livedraft.models.hf_runtime import HFRuntime, load_hf_model, max_positions_of
-from livedraft.models.load import LoadedModel, build_weights, load_model, read_json
+from livedraft.models.load import LoadedModel, build_weights, load_model, read_config, read_json
 from livedraft.models.step import ModelStep
 
 
@@ -62,6 +62,13 @@ class OpenModel:
 def is_native(model_path: Path) -> bool:
     """Whether the native decoder reads it; only then can a draft be made of its layers and learn."""
     return not model_path.is_dir() or read_json(model_path / "config.json").get("model_type") in NATIVE_FAMILIES
+
+
+def vocabulary_size_of(model_path: Path) -> int:
+    """Without reading any weights. Raises UserError as `open_model`."""
+    if is_native(model_path):
+        return read_config(model_path).vocabulary_size
+    return int(read_json(model_path / "config.json")["vocab_size"])
 
 
 def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
+from livedraft.draft_source import is_whole_model
 from livedraft.drafts.database import read_controls, read_status
 from livedraft.llm import LLM
 from livedraft.models.open import is_native
@@ -24,7 +25,7 @@ def open_llm(settings: Settings, *, learn: bool) -> LLM:
     """Raises UserError or ValueError as `LLM`."""
     model = settings.model
     is_plain = model.draft == "none" or settings.speculation.method == "none"
-    can_learn = learn and not is_plain and is_native(resolve_model(model.name))
+    can_learn = learn and not is_plain and (is_whole_model(model.draft) or is_native(resolve_model(model.name)))
     keeps_state = can_learn or model.state is not None
     return LLM(
         model.name,

@@ -50,4 +50,5 @@ def test_the_choice_survives_a_restart():
     again = trainer(learning_rate=None)
     again.load_state_tensors({name: torch.as_tensor(t).clone() for name, t in made.state_tensors().items()})
     assert again.base_rate == 1e-3
+    again.num_steps = 50
     assert again.learning_rate == 1e-3

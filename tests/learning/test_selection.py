@@ -57,13 +57,14 @@ def test_a_step_takes_the_mean_over_the_positions_its_reference_selects():
     batch = collate([one], twin.target_to_draft_V)
 
     def kl(weights):
-        hidden_ND = twin._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N]
+        hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         return forward_kl(compare(weights.head(hidden_ND).float(), batch.teacher_rows_NK, batch.teacher_log_probs_NK))
 
     with twin._autocast():
-        gains = kl(twin._weights()) - kl(twin._weights_of(reference))
+        own = twin._forward(dataclasses.replace(reference, tensors=twin.parameters))
+        gains = kl(own) - kl(twin._forward(reference))
         kept = gains.topk(3).indices
-        loss = kl(twin._weights())[kept].mean()
+        loss = kl(own)[kept].mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters.values(), 1.0)
     twin.optimizer.step()

@@ -41,9 +41,9 @@ def test_training_forward_equals_the_serving_forward(examples):
     """The trainer's logits at the loss positions are those the serving draft computes with its KV cache."""
     made = float32(trainer())
     batch = collate(examples[:3], made.target_to_draft_V, every_position=True)
-    weights = made._weights()
+    weights = made._forward(dataclasses.replace(made.snapshot(), tensors=made.parameters))
     with torch.no_grad():
-        logits_NW = weights.head(made._hidden(batch.token_ids_BT, weights)[batch.loss_rows_N])
+        logits_NW = weights.head(weights.hidden(batch.token_ids_BT)[batch.loss_rows_N])
     target = decoder(MODEL)
     draft = draft_model(one_layer_draft(), target)
     for index, example in enumerate(examples[:3]):

@@ -42,7 +42,7 @@ def state(tmp_path):
 
 
 def worker(state, **settings):
-    defaults = {"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, "replay_spacing": 0.0}
+    defaults = {"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, "replay_spacing": 0.0, "warmup_steps": 0}
     config = LearningConfig(**{**defaults, **settings})
     return Worker(state=state, target=state.parent / "model", route="default", config=config, max_positions=128)
 

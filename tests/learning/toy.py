@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from livedraft.config import LearningConfig
 from livedraft.drafts.weights import DraftWeights, draft_from_target
+from livedraft.learning.forward import TargetParts
 from livedraft.learning.trainer import Trainer
 from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
 from livedraft.records import Trace
@@ -28,12 +29,15 @@ def served_traces(count: int, *, first: int = 0, max_tokens: int = 24, **samplin
 
 
 def trainer(model: LoadedModel = MODEL, draft: DraftWeights | None = None, **settings: object) -> Trainer:
-    config = LearningConfig(**{"learning_rate": 3e-3, **settings})  # type: ignore[arg-type]
+    config = LearningConfig(**{"learning_rate": 3e-3, "warmup_steps": 0, **settings})  # type: ignore[arg-type]
     return Trainer(
         config=config,
-        model_config=model.config,
+        target=TargetParts(
+            vocabulary_size=model.config.vocabulary_size,
+            config=model.config,
+            embedding_VD=model.tensors[EMBEDDING],
+            head_VD=model.tensors.get(HEAD, model.tensors[EMBEDDING]),
+        ),
         draft=draft or one_layer_draft(),
-        embedding_VD=model.tensors[EMBEDDING],
-        head_VD=model.tensors.get(HEAD, model.tensors[EMBEDDING]),
         max_positions=128,
     )
