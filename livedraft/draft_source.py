@@ -24,6 +24,7 @@ from livedraft.drafts.weights import (
 from livedraft.events import Events
 from livedraft.models.decoder import Decoder
 from livedraft.models.hf_runtime import HFRuntime, max_positions_of, module_of_config
+from livedraft.models.native import make_decoder
 from livedraft.models.open import OpenModel, open_model
 from livedraft.models.step import ModelStep
 from livedraft.records import DraftVersion, UserError
@@ -114,8 +115,8 @@ class DraftSource:
                 )
             check_against_target(weights, config, f"Draft {version}")
             size["max_length"] = min(target.max_length, config.max_positions)
-            laid_out = serving_weights(weights, native.weights if native else None, self.path)
-            runtime = Decoder(config, laid_out, dtype=self.path.dtype, device=self.path.device, **size)
+            laid_out = serving_weights(weights, native.weights if native else None, self.path, config)
+            runtime = make_decoder(config, laid_out, self.path, **size)
         return DraftModel(
             runtime,
             weights.draft_to_target_W,

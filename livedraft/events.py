@@ -71,6 +71,7 @@ _SENTENCES = {
     "clock_jumped": "The clock was set by {seconds} s; for an hour nothing is deleted for its age.",
     "round_failed": "A round failed and its requests were answered with an error: {reason}",
     "request_failed": "Request {request} failed: {reason}",
+    "little_to_learn": "Only rejected proposals teach, and a poor draft proposes nothing; fix num_speculative_tokens.",
     "slots_reduced": "Memory holds {max_num_seqs} requests together instead of {asked}.",
 }
 

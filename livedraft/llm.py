@@ -38,6 +38,7 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
 from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
+from livedraft.models.native import with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, Request, SamplingParams, Trace, text_token_ids
@@ -102,7 +103,7 @@ class LLM:
         self.upkeep: Upkeep | None = None
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
-        self.path: ExecutionPath = choose_execution_path(dtype, device)
+        self.path: ExecutionPath = with_kernels(choose_execution_path(dtype, device))
         try:
             self._open(model, draft, None if state is None else Path(state), engine or EngineConfig())
         except BaseException:
@@ -162,6 +163,8 @@ class LLM:
             prior=self._drafts.prior_of(resident),
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
+        if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
+            self.events.emit("little_to_learn")
         if self._learns and self.state is not None and self.registry is not None:
             assert self.upkeep is not None
             self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)

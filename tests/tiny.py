@@ -93,7 +93,7 @@ def draft_model(
     return DraftModel(
         Decoder(
             target.config,
-            serving_weights(weights, target.weights, FLOAT32),
+            serving_weights(weights, target.weights, FLOAT32, target.config),
             num_slots=target.num_slots,
             max_length=target.max_length,
             dtype=torch.float32,

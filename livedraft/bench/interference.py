@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from livedraft.tokenizer import Message
 _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
 _SETTLE_SECONDS = 3.0
 """After a change of the control, before gaps count."""
+_IDLE_SECONDS = 20.0
 
 
 @dataclass(kw_only=True)
@@ -38,6 +40,8 @@ class _Side:
     gaps: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_train_tokens: int = 0
+    train_flops: float = 0.0
+    serve_flops: float = 0.0
 
 
 def run(
@@ -77,14 +81,44 @@ async def _measure(
         set_control(state, "paused", int(side == "off"))
         await asyncio.sleep(_SETTLE_SECONDS)
         print(f"\rwindow {number + 1} of {2 * windows}, learning {side:<4}", end="", file=sys.stderr, flush=True)
-        trained_before = read_status(state, "trainer").get("num_train_tokens", 0)
+        before = _work(state)
         answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
         sides[side].gaps += [gap for answer in answers for gap in answer.gaps]
         sides[side].num_tokens += sum(answer.num_tokens for answer in answers)
         # The trainer writes its status between steps; a last look a moment later misses nothing that counts.
         await asyncio.sleep(_SETTLE_SECONDS)
-        sides[side].num_train_tokens += read_status(state, "trainer").get("num_train_tokens", 0) - trained_before
-    return _result(sides, capacity)
+        after = _work(state)
+        for name in ("num_train_tokens", "train_flops", "serve_flops"):
+            setattr(sides[side], name, getattr(sides[side], name) + after[name] - before[name])
+    return _result(sides, capacity) | await _idle(state)
+
+
+def _work(state: Path) -> dict[str, float]:
+    """What trainer and serving have done so far, as they say themselves every few seconds."""
+    trainer, serving = read_status(state, "trainer"), read_status(state, "serving")
+    return {name: (trainer | serving).get(name, 0) for name in ("num_train_tokens", "train_flops", "serve_flops")}
+
+
+async def _idle(state: Path) -> dict[str, Any]:
+    """Nobody asks any more: how much of a core does the trainer take while it has something to learn?"""
+    pid = read_status(state, "trainer")["pid"]
+    busy_seconds = measured_seconds = 0.0
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while time.monotonic() < deadline:
+        is_training = read_status(state, "trainer")["status"] not in ("waiting for traces", "paused")
+        started, cpu = time.monotonic(), _cpu_seconds(pid)
+        await asyncio.sleep(0.5)
+        if is_training and read_status(state, "trainer")["status"] not in ("waiting for traces", "paused"):
+            measured_seconds += time.monotonic() - started
+            busy_seconds += _cpu_seconds(pid) - cpu
+    share = round(busy_seconds / measured_seconds, 2) if measured_seconds >= 2.0 else None
+    return {"idle_core_share": share, "idle_seconds_measured": round(measured_seconds, 1)}
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _capacity(address: tuple[str, int, str], bodies: Any) -> float:
@@ -139,6 +173,7 @@ def _result(sides: dict[str, _Side], capacity: float) -> dict[str, Any]:
         figures |= {f"itl_ms_p{percentile}_{name}": round(value, 1) for name, value in values.items()}
     return figures | {
         "train_tokens_per_served_token": round(on.num_train_tokens / on.num_tokens, 2),
+        "train_flops_per_serve_flops": round(on.train_flops / on.serve_flops, 3) if on.serve_flops else None,
         "tokens_on": on.num_tokens,
         "tokens_off": off.num_tokens,
     }

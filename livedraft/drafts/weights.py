@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 
 from livedraft.device import ExecutionPath
 from livedraft.models.config import ModelConfig, config_from_dict
-from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, PackedGatedLinear, PackedLinear
+from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, LinearKinds
 from livedraft.models.load import EMBEDDING, HEAD, LoadedModel
+from livedraft.models.native import linear_kinds
 from livedraft.records import UserError
 
 
@@ -117,11 +118,16 @@ def lowest_token_ids(vocabulary_size: int, size: int) -> list[int]:
 
 
 def decoder_weights(
-    draft: DraftWeights, embedding_VD: torch.Tensor, *, dtype: torch.dtype, device: torch.device, is_prepacked: bool
+    draft: DraftWeights,
+    embedding_VD: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kinds: LinearKinds = (Linear, GatedLinear),
 ) -> DecoderWeights:
     """The draft as weights of the shared decoder. With dtype float32 and no packing the tensors are shared, not copied:
     the trainer's parameters pass straight through."""
-    make, make_gated = (PackedLinear, PackedGatedLinear) if is_prepacked else (Linear, GatedLinear)
+    make, make_gated = kinds
 
     def get(name: str) -> torch.Tensor:
         return draft.tensors[name].to(device, dtype)
@@ -152,14 +158,16 @@ def decoder_weights(
     )
 
 
-def serving_weights(draft: DraftWeights, target: DecoderWeights | None, path: ExecutionPath) -> DecoderWeights:
+def serving_weights(
+    draft: DraftWeights, target: DecoderWeights | None, path: ExecutionPath, config: ModelConfig
+) -> DecoderWeights:
     """The draft laid out for the execution path, sharing the target's embedding in memory unless it has its own."""
     if "embedding" in draft.tensors:
         embedding_VD = draft.tensors["embedding"].to(path.device, path.dtype)
     else:
         assert target is not None, "a draft of the target's layers needs the target's embedding"
         embedding_VD = target.embedding_VD
-    return decoder_weights(draft, embedding_VD, dtype=path.dtype, device=path.device, is_prepacked=path.is_prepacked)
+    return decoder_weights(draft, embedding_VD, dtype=path.dtype, device=path.device, kinds=linear_kinds(path, config))
 
 
 def check_against_target(draft: DraftWeights, config: ModelConfig, origin: str) -> None:

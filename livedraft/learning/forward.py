@@ -69,9 +69,7 @@ class DecoderForward:
         assert embedding_VD is not None
         self._config = config
         self._rotary = _rotary_table(config, max_positions)
-        self._weights = decoder_weights(
-            draft, embedding_VD, dtype=torch.float32, device=torch.device("cpu"), is_prepacked=False
-        )
+        self._weights = decoder_weights(draft, embedding_VD, dtype=torch.float32, device=torch.device("cpu"))
         self.head = self._weights.head
         layers = sum(
             linear.weight.numel()

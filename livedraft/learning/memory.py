@@ -1,7 +1,7 @@
 """What the trainer remembers: new requests it has not trained on, old ones to replay, held-out ones to test with.
 
-Three rules that every batch keeps: no prompt trains more than `max_passes` times, no prompt is twice in a batch, and no
-client fills more than half of what is replayed.
+Three rules that every batch keeps: no prompt trains more than `max_passes` times, no prompt is twice among what is replayed,
+and no client that names itself fills more than half of it while there are others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,27 @@ from livedraft.learning.vocabulary import VocabularyUse
 MAX_KEPT_EXAMPLES = 2000
 """Replay window, in traces."""
 MAX_HELD_OUT = 200
+MIN_FROM_ONE_CLIENT = 16
+"""Requests of one client that may always be evidence; beyond them no more than all others have together."""
 DRIFT_TRACES = 64
 """New requests after a drift that train with one replayed request each instead of replay_per_new."""
 _OLDEST_WEIGHT = 0.25
 """How likely the oldest example of the window is replayed, beside the newest."""
+
+
+def _without_crowd(examples: list[Example]) -> list[Example]:
+    """The newest of a client that named itself, as many as all others have together: its flood must not decide for
+    everybody."""
+    by_client = Counter(example.client_key for example in examples)
+    kept: list[Example] = []
+    taken: Counter[str] = Counter()
+    for example in sorted(examples, key=lambda example: -example.trace_id):
+        client = example.client_key
+        limit = max(MIN_FROM_ONE_CLIENT, len(examples) - by_client[client])
+        if not client or taken[client] < limit:
+            kept.append(example)
+            taken[client] += 1
+    return kept[::-1]
 
 
 class Memory:
@@ -67,13 +84,29 @@ class Memory:
         size = self._config.traces_per_chunk
         if len(self.fresh) < size:
             return None
-        new, self.fresh = self.fresh[:size], self.fresh[size:]
+        new = self._next_chunk(size)
         for example in new:
             self.vocabulary.add(example)
         is_drifting = self._num_after_drift < DRIFT_TRACES
         self._num_after_drift += len(new)
         per_new = min(1, self._config.replay_per_new) if is_drifting else self._config.replay_per_new
-        return new, self.replayed(per_new * len(new))
+        return new, self.replayed(per_new * len(new), beside=new)
+
+    def _next_chunk(self, size: int) -> list[Example]:
+        """The oldest new ones, of a client at most half where others wait too."""
+        by_client: Counter[str] = Counter()
+        chosen: list[int] = []
+        passed_over: list[int] = []
+        for index, example in enumerate(self.fresh):
+            if len(chosen) == size:
+                break
+            is_crowd = example.client_key and by_client[example.client_key] >= (size + 1) // 2
+            (passed_over if is_crowd else chosen).append(index)
+            by_client[example.client_key] += 1
+        chosen = sorted(chosen + passed_over[: size - len(chosen)])
+        chunk = [self.fresh[index] for index in chosen]
+        self.fresh = [example for index, example in enumerate(self.fresh) if index not in set(chosen)]
+        return chunk
 
     def idle_batch(self, *, is_long_idle: bool) -> list[Example]:
         """Old examples alone, for idle compute; empty when all have had their passes. After a long idle time they come without
@@ -82,8 +115,8 @@ class Memory:
             return []
         return self.replayed((1 + self._config.replay_per_new) * self._config.traces_per_chunk, is_hurried=is_long_idle)
 
-    def replayed(self, count: int, *, is_hurried: bool = False) -> list[Example]:
-        """Up to `count` old examples, newer ones more likely."""
+    def replayed(self, count: int, *, beside: Sequence[Example] = (), is_hurried: bool = False) -> list[Example]:
+        """Up to `count` old examples, newer ones more likely, for a batch that holds those `beside` too."""
         spacing = 0.0 if is_hurried else self._config.replay_spacing * self.num_trained
         usable = [one for one in self.examples.values() if self._may_come_again(one, spacing)]
         if count < len(usable):
@@ -92,10 +125,11 @@ class Memory:
             keys = [self._random.random() ** (1 / weight) for weight in weights]
             usable = [usable[index] for index in sorted(range(len(usable)), key=keys.__getitem__, reverse=True)]
         batch: list[Example] = []
-        by_client: Counter[str] = Counter()
+        by_client = Counter(example.client_key for example in beside)
+        most = max(1, (count + len(beside)) // 2)
         prompts: set[int] = set()
         for example in usable:
-            is_crowd = example.client_key and by_client[example.client_key] >= max(1, count // 2)
+            is_crowd = example.client_key and by_client[example.client_key] >= most
             if len(batch) < count and not is_crowd and example.prompt_key not in prompts:
                 batch.append(example)
                 by_client[example.client_key] += 1
@@ -135,7 +169,7 @@ class Memory:
     def evidence(self, last_trained_id: int) -> list[Example]:
         """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
         newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
-        return [*self.held_out.values(), *newer]
+        return _without_crowd([*self.held_out.values(), *newer])
 
     def forget_all_but(self, trace_ids: Collection[int]) -> None:
         for kept in (self.examples, self.held_out):

@@ -73,6 +73,8 @@ class PackedGatedLinear(GatedLinear):
         return torch.ops.mkldnn._linear_pointwise.binary(x, gate_NF, self.up, None, "mul")
 
 
+LinearKinds = tuple[type[Linear], type[GatedLinear]]
+"""How the weights of a model are laid out and run."""
 _PACKED_FOR_ROWS = 4
 """oneDNN picks the blocking for this many rows: a tenth faster at 1 to 6 rows than when it is not told."""
 

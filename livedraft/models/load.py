@@ -19,7 +19,8 @@ import torch
 from livedraft.device import ExecutionPath
 from livedraft.gguf_file import read_gguf
 from livedraft.models.config import ModelConfig, config_from_gguf, config_from_hf
-from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, PackedGatedLinear, PackedLinear
+from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear
+from livedraft.models.native import linear_kinds
 from livedraft.records import UserError
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -216,7 +217,7 @@ def _dequantised(entry: Any, num_interleaved_heads: int) -> torch.Tensor:
 def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
     """All layers and the head, on the execution path's device and in its layout."""
     config, tensors = model.config, model.tensors
-    make, make_gated = (PackedLinear, PackedGatedLinear) if path.is_prepacked else (Linear, GatedLinear)
+    make, make_gated = linear_kinds(path, config)
 
     def joined(*names: str) -> torch.Tensor:
         return torch.cat([tensors[f"{name}.weight"] for name in names]).to(path.device)

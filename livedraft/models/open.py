@@ -8,9 +8,10 @@ from typing import Any
 
 from livedraft.device import ExecutionPath
 from livedraft.models.config import NATIVE_FAMILIES
-from livedraft.models.decoder import Decoder, DecoderWeights
+from livedraft.models.decoder import DecoderWeights
 from livedraft.models.hf_runtime import HFRuntime, load_hf_model, max_positions_of
 from livedraft.models.load import LoadedModel, build_weights, load_model, read_config, read_json
+from livedraft.models.native import make_decoder
 from livedraft.models.step import ModelStep
 
 
@@ -49,14 +50,7 @@ class OpenModel:
         """The model step with a cache of its own. Raises UserError when the model cannot be rewound."""
         if self.native is None or self.weights is None:
             return HFRuntime(self.hf_model, num_slots=num_slots, max_length=max_length, device=path.device)
-        return Decoder(
-            self.native.config,
-            self.weights,
-            num_slots=num_slots,
-            max_length=max_length,
-            dtype=path.dtype,
-            device=path.device,
-        )
+        return make_decoder(self.native.config, self.weights, path, num_slots=num_slots, max_length=max_length)
 
 
 def is_native(model_path: Path) -> bool:

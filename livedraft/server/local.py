@@ -67,12 +67,22 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
         "enabled": 1.0,
         "trainer_up": float(llm.trainer.pid is not None),
         "traces_dropped": float(llm.capture.num_dropped),
+        "traces_redacted": float(llm.capture.num_redacted),
+        "trial_running": float(llm.swap is not None and llm.swap.trial is not None),
     }
     try:
         status = read_status(llm.state, "trainer")
     except (sqlite3.Error, UserError):  # locked just now, or the disk is full: /metrics is needed most then
         return gauges
-    names = ("num_steps", "num_trained", "num_train_tokens", "train_seconds", "train_flops")
+    names = (
+        "num_steps",
+        "num_trained",
+        "num_train_tokens",
+        "train_seconds",
+        "train_flops",
+        "num_rolled_back",
+        "num_drifts",
+    )
     serving = {name: value for name, value in llm.serving_report().items() if isinstance(value, float)}
     return gauges | serving | {name: float(status[name]) for name in names if name in status}
 

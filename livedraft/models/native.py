@@ -1,0 +1,294 @@
+"""The decoder's pass as one compiled function: kernels/step.cpp, built once on this machine, behind the same model step.
+
+It needs a CPU with AVX512-BF16, a C++ compiler, and shapes the kernels know; where one is missing the torch decoder serves, and
+`unavailable_reason` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, c_float, c_int, c_void_p
+from dataclasses import replace
+from pathlib import Path
+
+import platformdirs
+import torch
+
+from livedraft.device import ExecutionPath
+from livedraft.models.config import ModelConfig
+from livedraft.models.decoder import (
+    Decoder,
+    DecoderWeights,
+    GatedLinear,
+    Linear,
+    LinearKinds,
+    PackedGatedLinear,
+    PackedLinear,
+)
+from livedraft.models.step import StepOutput
+
+_SOURCE = Path(__file__).parent / "kernels" / "step.cpp"
+_FLAGS = ("-O3", "-march=native", "-mavx512bf16", "-fopenmp", "-fPIC", "-std=c++17")
+_SUPER, _HALF = 64, 32
+"""Outputs of a super-block of packed weights, and how many gates stand before their ups in one."""
+_HEAD_WIDTHS = (32, 64, 96, 128)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("blocks", c_void_p), ("bias", c_void_p), ("num_outputs", c_int), ("num_inputs", c_int))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention_norm", "feed_forward_norm", "query_norm", "key_norm")),
+        *((name, _Matrix) for name in ("query_key_value", "attention_output", "gate_up", "down")),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+_INTS = ("width", "feed_forward_width", "num_heads", "num_kv_heads", "head_width", "num_layers", "max_length")
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int) for name in _INTS),
+        ("norm_eps", c_float),
+        ("embedding", c_void_p),
+        ("layers", POINTER(_Layer)),
+        ("final_norm", c_void_p),
+        ("head", _Matrix),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | str:
+    """The compiled kernels, or the reason why there are none."""
+    if os.environ.get("LIVEDRAFT_KERNELS") == "torch":
+        return "switched off by LIVEDRAFT_KERNELS=torch"
+    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return "this CPU has no AVX512-BF16"
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        return "there is no C++ compiler (g++)"
+    try:
+        path = _built(compiler)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        return f"the kernels could not be built: {output.strip().splitlines()[-1] if output.strip() else error}"
+    library.livedraft_workspace.restype = c_void_p
+    library.livedraft_free_workspace.argtypes = (c_void_p,)
+    library.livedraft_pack.argtypes = (c_void_p, POINTER(c_int), c_int, c_int, c_void_p, c_int)
+    library.livedraft_step.argtypes = (
+        POINTER(_Model), c_void_p, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_int, POINTER(c_int), c_void_p,
+        c_int,
+    )  # fmt: skip
+    return library
+
+
+def _built(compiler: str) -> Path:
+    """In the user's cache, by what it was made of. Built under another name and renamed: two processes may start at once."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    made_of = repr((_SOURCE.read_text(encoding="utf-8"), _FLAGS, version, torch.__version__, _cpu_name()))
+    folder = platformdirs.user_cache_path("livedraft") / "kernels"
+    path = folder / f"step-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        object_path, library_path = Path(made) / "step.o", Path(made) / path.name
+        run = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=300)
+        run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_path)])
+        # torch's own OpenMP library, not the system's: a second pool of threads would fight the first for the cores.
+        run([compiler, "-shared", "-o", str(library_path), str(object_path), *map(str, _openmp_libraries())])
+        os.replace(library_path, path)
+    return path
+
+
+def _openmp_libraries() -> list[Path]:
+    root = Path(torch.__file__).parent
+    found = [*(root / "lib").glob("libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]
+    if not found:
+        raise OSError("torch brings no OpenMP library of GNU's")
+    return found[:1]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return "".join(line for line in lines[:30] if line.startswith(("model name", "flags")))
+
+
+def unavailable_reason(config: ModelConfig | None = None) -> str | None:
+    """Why the kernels cannot run here, or not this shape; None when they can."""
+    library = _library()
+    if isinstance(library, str):
+        return library
+    if config is None:
+        return None
+    fits = config.head_width in _HEAD_WIDTHS and config.width % 16 == 0 and config.feed_forward_width % _HALF == 0
+    return None if fits else "the kernels do not know this model's shape"
+
+
+def with_kernels(path: ExecutionPath) -> ExecutionPath:
+    """The same path, with the compiled step where this machine can have it."""
+    is_possible = path.is_prepacked and unavailable_reason() is None
+    return replace(path, is_compiled=is_possible)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def _packed(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """bf16 [outputs, inputs] into super-blocks; output i is row order[i]."""
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    weight = weight.to(torch.bfloat16).contiguous()
+    num_outputs, num_inputs = len(order), weight.shape[1]
+    blocks = torch.zeros(-(-num_outputs // _SUPER) * _SUPER * num_inputs, dtype=torch.bfloat16)
+    order = order.to(torch.int32).contiguous()
+    library.livedraft_pack(
+        weight.data_ptr(), ctypes.cast(order.data_ptr(), POINTER(c_int)), num_outputs, num_inputs, blocks.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return blocks
+
+
+class NativeLinear(Linear):
+    """Packed for the kernels; only `NativeDecoder` can run it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.num_outputs, self.num_inputs = weight.shape
+        self.weight = _packed(weight, torch.arange(self.num_outputs))
+        self.bias = None
+        if bias is not None:
+            self.bias = torch.zeros(-(-self.num_outputs // _SUPER) * _SUPER)
+            self.bias[: self.num_outputs] = bias.float()
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError("packed weights are run by the compiled step")
+
+    def struct(self) -> _Matrix:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return _Matrix(self.weight.data_ptr(), bias, self.num_outputs, self.num_inputs)
+
+
+class NativeGatedLinear(GatedLinear):
+    """Gates and ups of a feed-forward in turn, 32 of each, so that one thread has both of an output."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        half = weight.shape[0] // 2
+        rows = torch.arange(half).view(-1, _HALF)
+        self.num_inputs, self.num_outputs = weight.shape[1], 2 * half
+        self.weight = _packed(weight, torch.stack([rows, rows + half], dim=1).flatten())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("packed weights are run by the compiled step")
+
+    def struct(self) -> _Matrix:
+        return _Matrix(self.weight.data_ptr(), None, self.num_outputs, self.num_inputs)
+
+
+def linear_kinds(path: ExecutionPath, config: ModelConfig) -> LinearKinds:
+    """How a model of this shape lies in memory on this path."""
+    if path.is_compiled and unavailable_reason(config) is None:
+        return NativeLinear, NativeGatedLinear
+    return (PackedLinear, PackedGatedLinear) if path.is_prepacked else (Linear, GatedLinear)
+
+
+# --- the decoder ----------------------------------------------------------------------------------------------------
+
+
+class NativeDecoder(Decoder):
+    """`Decoder` with a compiled forward pass. Everything it points to is kept alive here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        num_slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert dtype == torch.bfloat16 and device.type == "cpu"
+        super().__init__(config, weights, num_slots=num_slots, max_length=max_length, dtype=dtype, device=device)
+        library = _library()
+        assert isinstance(library, ctypes.CDLL)
+        self._library_ = library
+        self._kept: list[torch.Tensor] = []
+        half = config.head_width // 2
+        # The torch decoder's table is bf16 and has both halves; here float32 and the first one.
+        table = type(self.rotary)(config, max_length, torch.float32, device)
+        cos, sin = table.cos_T1E[:, 0, :half], -table.signed_sin_T1E[:, 0, :half]
+        embedding_VD = weights.embedding_VD.to(torch.bfloat16).contiguous()
+        self._kept.append(embedding_VD)
+        assert isinstance(weights.head, NativeLinear)
+        self._num_logits = weights.head.num_outputs
+        self._layers = (_Layer * len(weights.layers))(*(self._layer(index) for index in range(len(weights.layers))))
+        self._model = _Model(
+            config.width, config.feed_forward_width, config.num_heads, config.num_kv_heads, config.head_width,
+            len(weights.layers), max_length, config.norm_eps, embedding_VD.data_ptr(), self._layers,
+            self._floats(weights.final_norm_D), weights.head.struct(), self._floats(cos), self._floats(sin),
+        )  # fmt: skip
+        self._workspace = library.livedraft_workspace()
+
+    def _floats(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _layer(self, index: int) -> _Layer:
+        layer = self.weights.layers[index]
+        matrices = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
+        norms = (layer.attention_norm_D, layer.feed_forward_norm_D, layer.query_norm_E, layer.key_norm_E)
+        return _Layer(
+            *(self._floats(norm) for norm in norms),
+            *(matrix.struct() for matrix in matrices),  # type: ignore[attr-defined]
+            self.cache.keys[index].data_ptr(),
+            self.cache.values[index].data_ptr(),
+        )
+
+    def forward(
+        self, token_ids_N: list[int], positions_N: list[int], slots_N: list[int], logit_rows_R: list[int]
+    ) -> StepOutput:
+        N, R = len(token_ids_N), len(logit_rows_R)
+        assert N == len(positions_N) == len(slots_N) > 0
+        assert max(positions_N) < self.max_length, "position past the cache"
+        assert min(token_ids_N) >= 0 and max(token_ids_N) < self.config.vocabulary_size
+        logits_RV = torch.empty(R, self._num_logits)
+        ints = c_int * N
+        self._library_.livedraft_step(
+            self._model, self._workspace, N, ints(*token_ids_N), ints(*positions_N), ints(*slots_N), R,
+            (c_int * R)(*logit_rows_R), logits_RV.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return StepOutput(logits_RV=logits_RV)
+
+    def __del__(self) -> None:
+        workspace = getattr(self, "_workspace", None)
+        if workspace:
+            self._library_.livedraft_free_workspace(workspace)
+
+
+def make_decoder(
+    config: ModelConfig, weights: DecoderWeights, path: ExecutionPath, *, num_slots: int, max_length: int
+) -> Decoder:
+    """The decoder that can run these weights, with a cache of its own."""
+    kind = NativeDecoder if isinstance(weights.head, NativeLinear) else Decoder
+    return kind(config, weights, num_slots=num_slots, max_length=max_length, dtype=path.dtype, device=path.device)

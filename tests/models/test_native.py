@@ -1,0 +1,207 @@
+"""The compiled step against the torch decoder, its slow twin; and what only it can do: a row's numbers do not depend on the batch."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from livedraft.config import EngineConfig
+from livedraft.device import ExecutionPath
+from livedraft.drafts.weights import draft_from_target, serving_weights
+from livedraft.models import native as room
+from livedraft.models.decoder import Decoder
+from livedraft.models.load import build_weights
+from livedraft.models.native import NativeDecoder, make_decoder, unavailable_reason
+from livedraft.speculation.draft_model import DraftModel
+from tests import tiny
+from tests.tiny import FLOAT32, random_model, request, serve
+
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no kernels: {unavailable_reason()}")
+
+COMPILED = ExecutionPath(device=torch.device("cpu"), dtype=torch.bfloat16, is_prepacked=True, is_compiled=True)
+TORCH = dataclasses.replace(COMPILED, is_compiled=False)
+
+
+def shaped(config, **fields):
+    """Large enough for the kernels, with odd corners: 3 query heads a key-value head, a vocabulary of no round size."""
+    shape = {"width": 96, "feed_forward_width": 160, "num_heads": 6, "num_kv_heads": 2, "head_width": 32, "vocabulary_size": 203}
+    return dataclasses.replace(config, **{**shape, **fields})
+
+
+FAMILIES = {name: shaped(config) for name, config in tiny.FAMILIES.items()} | {
+    f"head width {width}": shaped(tiny.TINY, head_width=width, num_heads=2, num_kv_heads=1) for width in (64, 96, 128)
+}
+
+
+def model_of(config, seed=0):
+    """Weights of a spread that keeps logits apart."""
+    model = random_model(config, seed)
+    return dataclasses.replace(model, tensors={n: t if "norm" in n else 0.3 * t for n, t in model.tensors.items()})
+
+
+def decoder(model, path, num_slots=6, max_length=96):
+    weights = build_weights(
+        dataclasses.replace(model, tensors={n: t.to(path.dtype) for n, t in model.tensors.items()}), path
+    )
+    return make_decoder(model.config, weights, path, num_slots=num_slots, max_length=max_length)
+
+
+def prefill(made, tokens, slot=0):
+    rows = list(range(len(tokens)))
+    return made.forward(tokens, rows, [slot] * len(tokens), rows).logits_RV
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_as_near_to_float32_as_torchs_bf16(family):
+    model = model_of(FAMILIES[family])
+    tokens = random.Random(0).choices(range(203), k=70)
+    exact = prefill(decoder(model, FLOAT32), tokens)
+    # The same rounded weights in all three: what is compared is the arithmetic.
+    rounded = dataclasses.replace(model, tensors={n: t.bfloat16().float() for n, t in model.tensors.items()})
+    exact = prefill(decoder(rounded, FLOAT32), tokens)
+    compiled = decoder(model, COMPILED)
+    assert type(compiled) is NativeDecoder
+    own = (prefill(compiled, tokens) - exact).abs().mean()
+    torchs = (prefill(decoder(model, TORCH), tokens) - exact).abs().mean()
+    assert own < 1.2 * torchs, (own, torchs)
+    assert own < 0.02 * exact.abs().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_rows_numbers_do_not_depend_on_the_batch_nor_on_the_threads(family):
+    """Bit for bit: alone, token by token; and in ragged passes of several slots, with one thread and with two."""
+    model, chance = model_of(FAMILIES[family]), random.Random(1)
+    texts = [chance.choices(range(203), k=40) for _ in range(6)]
+    alone = decoder(model, COMPILED)
+    expected = [
+        torch.cat([alone.forward([token], [n], [slot], [0]).logits_RV for n, token in enumerate(text)])
+        for slot, text in enumerate(texts)
+    ]
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            together = decoder(model, COMPILED)
+            done = [0] * 6
+            while min(done) < 40:
+                tokens, positions, slots, wanted = [], [], [], []
+                for slot in range(6):
+                    count = min(chance.choice([0, 1, 1, 2, 5, 9, 17]), 40 - done[slot])
+                    wanted += [(slot, done[slot] + i) for i in range(count)]
+                    tokens += texts[slot][done[slot] : done[slot] + count]
+                    positions += range(done[slot], done[slot] + count)
+                    slots += [slot] * count
+                    done[slot] += count
+                if tokens:
+                    logits = together.forward(tokens, positions, slots, list(range(len(tokens)))).logits_RV
+                    for row, (slot, position) in enumerate(wanted):
+                        assert torch.equal(logits[row], expected[slot][position])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_slots_are_rewound_copied_and_cleared_as_the_torch_decoders():
+    model = model_of(FAMILIES["llama"])
+    made = decoder(model, COMPILED)
+    text = list(range(30))
+    whole = prefill(made, text)
+    made.forward([7, 8, 9], [20, 21, 22], [0, 0, 0], [])  # rejected tokens
+    again = made.forward(text[20:], list(range(20, 30)), [0] * 10, list(range(10))).logits_RV
+    assert torch.equal(again, whole[20:])
+    made.copy_slot(0, 3, 20)
+    copied = made.forward(text[20:], list(range(20, 30)), [3] * 10, list(range(10))).logits_RV
+    assert torch.equal(copied, whole[20:])
+    made.clear_slot(3)
+    assert not made.cache.keys[0][3].any()
+    assert made.forward([1], [30], [0], []).logits_RV.shape == (0, 203)
+    with pytest.raises(AssertionError):
+        made.forward([203], [0], [0], [0])
+    with pytest.raises(AssertionError):
+        made.forward([1], [96], [0], [0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 63, 64, 65, 150])
+def test_a_trimmed_head_is_those_rows_of_the_whole(num_tokens):
+    model = model_of(FAMILIES["llama"])
+    ids = sorted(random.Random(num_tokens).sample(range(203), num_tokens))
+    draft = draft_from_target(model, num_layers=model.config.num_layers, token_ids=ids)
+    target = decoder(model, COMPILED)
+    weights = serving_weights(draft, target.weights, COMPILED, model.config)
+    trimmed = make_decoder(model.config, weights, COMPILED, num_slots=2, max_length=96)
+    tokens = [5, 9, 200, 3]
+    assert torch.equal(prefill(trimmed, tokens), prefill(target, tokens)[:, ids])
+
+
+def small_engine(model, k, noise, num_slots=8):
+    target = decoder(model, COMPILED, num_slots=num_slots)
+    if k is None:
+        draft = None
+    else:
+        weights = draft_from_target(model, num_layers=2, token_ids=list(range(180)))
+        generator = torch.Generator().manual_seed(1)
+        for tensor in weights.tensors.values():
+            tensor += noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        runtime = make_decoder(
+            model.config, serving_weights(weights, target.weights, COMPILED, model.config), COMPILED,
+            num_slots=num_slots, max_length=96,
+        )  # fmt: skip
+        draft = DraftModel(runtime, weights.draft_to_target_W, version="v1")
+    config = EngineConfig(max_num_seqs=num_slots, max_model_len=96, num_prefix_slots=0)
+    return tiny.engine(target, draft, k=k or 0, config=config)
+
+
+@pytest.mark.parametrize("mode", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("num_requests", [1, 3, 8])
+def test_speculation_in_bf16_equals_plain_decoding_token_for_token(mode, num_requests):
+    """With torch's kernels that holds in float32 only."""
+    model = model_of(FAMILIES["llama"])
+    chance = random.Random(2)
+    requests = [
+        request(chance.choices(range(203), k=3 + 2 * n), n, max_tokens=40, **mode) for n in range(num_requests)
+    ]
+    alone = [serve(small_engine(model, None, 0.0), [one])[0] for one in requests]
+    assert serve(small_engine(model, None, 0.0), requests) == alone
+    accepted = 0
+    for k in (1, 3, 5):
+        served = small_engine(model, k, noise=0.02)
+        assert serve(served, requests) == alone
+        accepted += served.stats.num_accepted_tokens
+    assert accepted > 0
+
+
+def test_shapes_the_kernels_do_not_know_are_served_by_torch():
+    model = random_model()  # heads 8 wide
+    assert unavailable_reason(model.config) is not None
+    made = decoder(model, COMPILED)
+    assert type(made) is Decoder
+    assert made.forward([1, 2], [0, 1], [0, 0], [1]).logits_RV.shape == (1, 64)
+
+
+def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path)
+    build = room._library.__wrapped__
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert "could not be built" in build()
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'no such instruction' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "no such instruction" in build()
+    assert not list((tmp_path / "kernels").iterdir())  # nothing half-built is left
+    monkeypatch.setenv("LIVEDRAFT_KERNELS", "torch")
+    assert "switched off" in build()
+
+
+def test_two_processes_may_build_at_once(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from livedraft.models import native as room; "
+        "room.platformdirs.user_cache_path = lambda name: Path(sys.argv[1]); print(room.unavailable_reason())"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [process.communicate(timeout=100)[0].strip() for process in started] == ["None", "None"]
+    assert len(list((tmp_path / "kernels").glob("step-*.so"))) == 1
