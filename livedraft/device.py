@@ -18,11 +18,14 @@ class ExecutionPath:
     """Weights are reordered once into oneDNN's blocked layout: bf16 at one row is about 1.5 times faster."""
     is_compiled: bool = False
     """A whole pass is one compiled function (`models/native.py`), for the models whose shape it knows."""
+    is_int8: bool = False
+    """With the compiled step: weights are int8 with a scale an output."""
 
     @property
     def description(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         packed = ", compiled step" if self.is_compiled else ", oneDNN-prepacked weights" if self.is_prepacked else ""
+        packed += ", int8 weights" if self.is_int8 else ""
         return f"{self.device.type}, {kind}{packed}, {torch.get_num_threads()} thread(s)"
 
 

@@ -38,7 +38,7 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
 from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
-from livedraft.models.native import with_kernels
+from livedraft.models.native import quantized, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, Request, SamplingParams, Trace, text_token_ids
@@ -65,8 +65,9 @@ class LLM:
 
     model: a pulled name, a Hugging Face folder or a GGUF file. draft: "auto" (the version in service in `state`, else an
     untrained one), "none" (plain decoding), "untrained", a version id, a folder with draft.safetensors, or a whole small model
-    with the target's tokenizer. state: the folder of drafts and traces; without one nothing is kept. learn: train on what is
-    served (needs `state`). Raises UserError or ValueError with one sentence when something does not fit.
+    with the target's tokenizer. quantization: "none" or "int8", of the target's weights. state: the folder of drafts and
+    traces; without one nothing is kept. learn: train on what is served (needs `state`). Raises UserError or ValueError with
+    one sentence when something does not fit.
 
     Drafts made of the target's own layers need a target the native decoder reads; others decode plainly or with a whole small
     model, which can learn too.
@@ -80,6 +81,7 @@ class LLM:
         state: str | Path | None = None,
         learn: bool = False,
         dtype: str = "auto",
+        quantization: str = "none",
         device: str = "auto",
         num_threads: int | None = None,
         engine: EngineConfig | None = None,
@@ -104,6 +106,8 @@ class LLM:
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
         self.path: ExecutionPath = with_kernels(choose_execution_path(dtype, device))
+        self._draft_path = quantized(self.path, self._speculation.draft_quantization)
+        self.path = quantized(self.path, quantization)
         try:
             self._open(model, draft, None if state is None else Path(state), engine or EngineConfig())
         except BaseException:
@@ -113,7 +117,7 @@ class LLM:
     def _open(self, model: str, draft: str, state: Path | None, config: EngineConfig) -> None:
         model_path = resolve_model(model)
         opened = open_model(model_path, self.path)
-        self.target_fingerprint = opened.fingerprint
+        self.target_fingerprint = opened.fingerprint + ("-int8" if self.path.is_int8 else "")
         self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)
         self._engine_config = within_memory(config, opened, self.path, self._speculation, self.events)
@@ -138,7 +142,7 @@ class LLM:
         self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
         self._drafts = DraftSource(
             self._target,
-            path=self.path,
+            path=self._draft_path,
             tokenizer=self.tokenizer,
             target_fingerprint=self.target_fingerprint,
             registry=self.registry,

@@ -86,6 +86,18 @@ def generate(
     )
 
 
+@app.command("export-target")
+def export_target(
+    file: Annotated[Path, typer.Argument(help="The GGUF file to write.")],
+    type: Annotated[str, typer.Option(help="bf16 or f32.")] = "bf16",
+    model: Model = DEFAULT_MODEL,
+) -> None:
+    """Write a GGUF target's weights in one plain type, for other engines to run the same model."""
+    from livedraft.cli.export_target import run
+
+    run(model, file, type=type)
+
+
 config_app = typer.Typer(help="Settings: defaults < file < environment < flags.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 ConfigFile = Annotated[
@@ -131,6 +143,10 @@ def serve(
         bool | None, typer.Option("--per-request-metrics", help="Speculation counts in every response.")
     ] = None,
     dtype: OptDtype = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="none or int8: the target's weights in half the bytes; its answers differ a little."),
+    ] = None,
     threads: Threads = None,
     config: ConfigFile = None,
     verbose: Annotated[
@@ -147,7 +163,7 @@ def serve(
         config,
         model={
             "name": model, "draft": draft, "learn": None if level is None else level != "off",
-            "state": state and str(state), "dtype": dtype, "num_threads": threads,
+            "state": state and str(state), "dtype": dtype, "quantization": quantization, "num_threads": threads,
         },
         speculation={"num_speculative_tokens": num_speculative_tokens},
         learning=learning,
@@ -385,6 +401,16 @@ def bench_speed(
         prompts, limit=limit, max_tokens=max_tokens, draft=draft, state=state, model=model, dtype=dtype,
         threads=threads, as_json=as_json,
     )  # fmt: skip
+
+
+@bench_app.command("limits")
+def bench_limits(
+    model: Model = DEFAULT_MODEL, dtype: Dtype = "auto", threads: Threads = None, as_json: Json = False
+) -> None:
+    """What this machine can do at best, and the share of it that each way to run a pass reaches."""
+    from livedraft.bench.limits import run
+
+    run(model=model, dtype=dtype, threads=threads, as_json=as_json)
 
 
 @bench_app.command("serve")

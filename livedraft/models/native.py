@@ -32,16 +32,22 @@ from livedraft.models.decoder import (
     PackedLinear,
 )
 from livedraft.models.step import StepOutput
+from livedraft.records import UserError
 
 _SOURCE = Path(__file__).parent / "kernels" / "step.cpp"
 _FLAGS = ("-O3", "-march=native", "-mavx512bf16", "-fopenmp", "-fPIC", "-std=c++17")
 _SUPER, _HALF = 64, 32
 """Outputs of a super-block of packed weights, and how many gates stand before their ups in one."""
 _HEAD_WIDTHS = (32, 64, 96, 128)
+_LARGEST_INT8 = 127.0
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("blocks", c_void_p), ("bias", c_void_p), ("num_outputs", c_int), ("num_inputs", c_int))
+    _fields_ = (
+        *((name, c_void_p) for name in ("blocks", "scales", "bias")),
+        ("num_outputs", c_int),
+        ("num_inputs", c_int),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -90,7 +96,8 @@ def _library() -> ctypes.CDLL | str:
         return f"the kernels could not be built: {output.strip().splitlines()[-1] if output.strip() else error}"
     library.livedraft_workspace.restype = c_void_p
     library.livedraft_free_workspace.argtypes = (c_void_p,)
-    library.livedraft_pack.argtypes = (c_void_p, POINTER(c_int), c_int, c_int, c_void_p, c_int)
+    for pack in (library.livedraft_pack_bf16, library.livedraft_pack_int8):
+        pack.argtypes = (c_void_p, POINTER(c_int), c_int, c_int, c_void_p, c_int)
     library.livedraft_step.argtypes = (
         POINTER(_Model), c_void_p, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_int, POINTER(c_int), c_void_p,
         c_int,
@@ -150,63 +157,100 @@ def with_kernels(path: ExecutionPath) -> ExecutionPath:
     return replace(path, is_compiled=is_possible)
 
 
+def quantized(path: ExecutionPath, quantization: str) -> ExecutionPath:
+    """The path with "int8" weights, with none, or with "auto": int8 where it can be had. Raises UserError where it cannot."""
+    if quantization not in ("auto", "none", "int8"):
+        raise ValueError(f"quantization must be none or int8, got {quantization!r}.")
+    if quantization == "int8" and not path.is_compiled:
+        reason = unavailable_reason() or f"dtype is {str(path.dtype).removeprefix('torch.')} on {path.device.type}"
+        raise UserError(f"int8 weights need the compiled bf16 step, which is not there: {reason}.")
+    return replace(path, is_int8=path.is_compiled and quantization != "none")
+
+
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-def _packed(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """bf16 [outputs, inputs] into super-blocks; output i is row order[i]."""
-    library = _library()
-    assert isinstance(library, ctypes.CDLL)
-    weight = weight.to(torch.bfloat16).contiguous()
-    num_outputs, num_inputs = len(order), weight.shape[1]
-    blocks = torch.zeros(-(-num_outputs // _SUPER) * _SUPER * num_inputs, dtype=torch.bfloat16)
-    order = order.to(torch.int32).contiguous()
-    library.livedraft_pack(
-        weight.data_ptr(), ctypes.cast(order.data_ptr(), POINTER(c_int)), num_outputs, num_inputs, blocks.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return blocks
+class _Packed:
+    """A matrix in the kernels' layout: output i is row order[i] of `weight`; bf16, or int8 with a scale an output."""
+
+    def __init__(
+        self, weight: torch.Tensor, order: torch.Tensor, bias: torch.Tensor | None = None, *, is_int8: bool
+    ) -> None:
+        library = _library()
+        assert isinstance(library, ctypes.CDLL)
+        self._shape = len(order), weight.shape[1]
+        self._scales = None
+        pack = library.livedraft_pack_bf16
+        if is_int8:
+            pack = library.livedraft_pack_int8
+            largest = weight.float().abs().amax(1).clamp(min=1e-12)
+            self._scales = self._padded((largest / _LARGEST_INT8)[order])
+            weight = (weight.float() * (_LARGEST_INT8 / largest)[:, None]).round().to(torch.int8)
+        else:
+            weight = weight.to(torch.bfloat16)
+        self._bias = None if bias is None else self._padded(bias[order].float())
+        weight = weight.contiguous()
+        self.blocks = torch.zeros(self._num_padded * weight.shape[1], dtype=weight.dtype)
+        order = order.to(torch.int32).contiguous()
+        pack(
+            weight.data_ptr(), ctypes.cast(order.data_ptr(), POINTER(c_int)), *self._shape, self.blocks.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    @property
+    def _num_padded(self) -> int:
+        return -(-self._shape[0] // _SUPER) * _SUPER
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(self._num_padded)
+        padded[: len(values)] = values
+        return padded
+
+    def struct(self) -> _Matrix:
+        scales, bias = (None if one is None else one.data_ptr() for one in (self._scales, self._bias))
+        return _Matrix(self.blocks.data_ptr(), scales, bias, *self._shape)
 
 
 class NativeLinear(Linear):
     """Packed for the kernels; only `NativeDecoder` can run it."""
 
+    is_int8 = False
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.num_outputs, self.num_inputs = weight.shape
-        self.weight = _packed(weight, torch.arange(self.num_outputs))
-        self.bias = None
-        if bias is not None:
-            self.bias = torch.zeros(-(-self.num_outputs // _SUPER) * _SUPER)
-            self.bias[: self.num_outputs] = bias.float()
+        self.packed = _Packed(weight, torch.arange(weight.shape[0]), bias, is_int8=self.is_int8)
+        self.weight, self.bias, self.num_outputs = self.packed.blocks, bias, weight.shape[0]
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError("packed weights are run by the compiled step")
-
-    def struct(self) -> _Matrix:
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return _Matrix(self.weight.data_ptr(), bias, self.num_outputs, self.num_inputs)
 
 
 class NativeGatedLinear(GatedLinear):
     """Gates and ups of a feed-forward in turn, 32 of each, so that one thread has both of an output."""
 
+    is_int8 = False
+
     def __init__(self, weight: torch.Tensor) -> None:
         half = weight.shape[0] // 2
         rows = torch.arange(half).view(-1, _HALF)
-        self.num_inputs, self.num_outputs = weight.shape[1], 2 * half
-        self.weight = _packed(weight, torch.stack([rows, rows + half], dim=1).flatten())
+        self.packed = _Packed(weight, torch.stack([rows, rows + half], dim=1).flatten(), is_int8=self.is_int8)
+        self.weight = self.packed.blocks
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("packed weights are run by the compiled step")
 
-    def struct(self) -> _Matrix:
-        return _Matrix(self.weight.data_ptr(), None, self.num_outputs, self.num_inputs)
+
+class Int8Linear(NativeLinear):
+    is_int8 = True
+
+
+class Int8GatedLinear(NativeGatedLinear):
+    is_int8 = True
 
 
 def linear_kinds(path: ExecutionPath, config: ModelConfig) -> LinearKinds:
     """How a model of this shape lies in memory on this path."""
     if path.is_compiled and unavailable_reason(config) is None:
-        return NativeLinear, NativeGatedLinear
+        return (Int8Linear, Int8GatedLinear) if path.is_int8 else (NativeLinear, NativeGatedLinear)
     return (PackedLinear, PackedGatedLinear) if path.is_prepacked else (Linear, GatedLinear)
 
 
@@ -244,7 +288,7 @@ class NativeDecoder(Decoder):
         self._model = _Model(
             config.width, config.feed_forward_width, config.num_heads, config.num_kv_heads, config.head_width,
             len(weights.layers), max_length, config.norm_eps, embedding_VD.data_ptr(), self._layers,
-            self._floats(weights.final_norm_D), weights.head.struct(), self._floats(cos), self._floats(sin),
+            self._floats(weights.final_norm_D), weights.head.packed.struct(), self._floats(cos), self._floats(sin),
         )  # fmt: skip
         self._workspace = library.livedraft_workspace()
 
@@ -260,7 +304,7 @@ class NativeDecoder(Decoder):
         norms = (layer.attention_norm_D, layer.feed_forward_norm_D, layer.query_norm_E, layer.key_norm_E)
         return _Layer(
             *(self._floats(norm) for norm in norms),
-            *(matrix.struct() for matrix in matrices),  # type: ignore[attr-defined]
+            *(matrix.packed.struct() for matrix in matrices),  # type: ignore[attr-defined]
             self.cache.keys[index].data_ptr(),
             self.cache.values[index].data_ptr(),
         )

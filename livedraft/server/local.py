@@ -33,6 +33,7 @@ def open_llm(settings: Settings, *, learn: bool) -> LLM:
         state=state_folder(settings) if keeps_state else None,
         learn=can_learn,
         dtype=model.dtype,
+        quantization=model.quantization,
         device=model.device,
         num_threads=model.num_threads,
         engine=settings.engine,

@@ -1,4 +1,5 @@
-"""The compiled step against the torch decoder, its slow twin; and what only it can do: a row's numbers do not depend on the batch."""
+"""The compiled step against the torch decoder, its slow twin; and what only it can do: a row's numbers do not depend on the
+batch."""
 
 import dataclasses
 import random
@@ -14,7 +15,8 @@ from livedraft.drafts.weights import draft_from_target, serving_weights
 from livedraft.models import native as room
 from livedraft.models.decoder import Decoder
 from livedraft.models.load import build_weights
-from livedraft.models.native import NativeDecoder, make_decoder, unavailable_reason
+from livedraft.models.native import NativeDecoder, make_decoder, quantized, unavailable_reason
+from livedraft.records import UserError
 from livedraft.speculation.draft_model import DraftModel
 from tests import tiny
 from tests.tiny import FLOAT32, random_model, request, serve
@@ -27,7 +29,14 @@ TORCH = dataclasses.replace(COMPILED, is_compiled=False)
 
 def shaped(config, **fields):
     """Large enough for the kernels, with odd corners: 3 query heads a key-value head, a vocabulary of no round size."""
-    shape = {"width": 96, "feed_forward_width": 160, "num_heads": 6, "num_kv_heads": 2, "head_width": 32, "vocabulary_size": 203}
+    shape = {
+        "width": 96,
+        "feed_forward_width": 160,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_width": 32,
+        "vocabulary_size": 203,
+    }
     return dataclasses.replace(config, **{**shape, **fields})
 
 
@@ -159,9 +168,7 @@ def test_speculation_in_bf16_equals_plain_decoding_token_for_token(mode, num_req
     """With torch's kernels that holds in float32 only."""
     model = model_of(FAMILIES["llama"])
     chance = random.Random(2)
-    requests = [
-        request(chance.choices(range(203), k=3 + 2 * n), n, max_tokens=40, **mode) for n in range(num_requests)
-    ]
+    requests = [request(chance.choices(range(203), k=3 + 2 * n), n, max_tokens=40, **mode) for n in range(num_requests)]
     alone = [serve(small_engine(model, None, 0.0), [one])[0] for one in requests]
     assert serve(small_engine(model, None, 0.0), requests) == alone
     accepted = 0
@@ -201,7 +208,50 @@ def test_two_processes_may_build_at_once(tmp_path):
         "room.platformdirs.user_cache_path = lambda name: Path(sys.argv[1]); print(room.unavailable_reason())"
     )
     started = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     assert [process.communicate(timeout=100)[0].strip() for process in started] == ["None", "None"]
     assert len(list((tmp_path / "kernels").glob("step-*.so"))) == 1
+
+
+INT8 = dataclasses.replace(COMPILED, is_int8=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "head width 128"])
+def test_int8_weights_are_those_of_the_model_rounded(family):
+    """Against the float32 decoder with the same rounded weights: one scale an output, 127 steps."""
+    model = model_of(FAMILIES[family])
+
+    def rounded(name, tensor):
+        if "norm" in name or "bias" in name or "embed" in name:
+            return tensor.bfloat16().float()
+        tensor = tensor.bfloat16().float()
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        return (tensor / scale).round() * scale
+
+    exact = decoder(dataclasses.replace(model, tensors={n: rounded(n, t) for n, t in model.tensors.items()}), FLOAT32)
+    tokens = random.Random(0).choices(range(203), k=50)
+    own, right = prefill(decoder(model, INT8), tokens), prefill(exact, tokens)
+    assert (own - right).abs().mean() < 0.02 * right.abs().mean()
+    difference = (right - prefill(decoder(model, FLOAT32), tokens)).abs().mean()
+    assert difference > 2 * (own - right).abs().mean()  # it is the rounding that shows, not the arithmetic
+
+
+def test_int8_rows_do_not_depend_on_the_batch_either():
+    model = model_of(FAMILIES["llama"])
+    tokens = random.Random(3).choices(range(203), k=40)
+    whole = prefill(decoder(model, INT8), tokens)
+    made = decoder(model, INT8)
+    for position, token in enumerate(tokens):
+        assert torch.equal(made.forward([token], [position], [0], [0]).logits_RV[0], whole[position])
+
+
+def test_int8_where_it_cannot_be_had_is_refused():
+    assert quantized(COMPILED, "auto").is_int8
+    assert not quantized(TORCH, "auto").is_int8
+    assert not quantized(COMPILED, "none").is_int8
+    with pytest.raises(UserError, match="compiled bf16 step"):
+        quantized(FLOAT32, "int8")
+    with pytest.raises(ValueError, match="none or int8"):
+        quantized(COMPILED, "int3")

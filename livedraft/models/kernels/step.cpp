@@ -6,7 +6,8 @@
 // A row's numbers do not depend on how many rows are in the pass, nor on the number of threads: every output is summed by one thread,
 // over the inputs in order. So verification of k drafted tokens gives bit for bit what plain decoding gives.
 //
-// Activations are float32; they are rounded to bf16 where they enter a product. Weights lie in super-blocks of 64 outputs:
+// Activations are float32; they are rounded to bf16 where they enter a product. Weights are bf16, or int8 with one scale an output
+// (widened to bf16 in registers, which is exact: half the bytes to read). They lie in super-blocks of 64 outputs:
 // [outputs / 64][inputs / 2][64][2], so that a thread reads them from front to back.
 //
 // Legend: N rows of this pass, D width, F feed-forward width, H query heads, G key-value heads, E head width, T cache positions.
@@ -25,8 +26,9 @@ using bf16 = uint16_t;
 extern "C" {
 
 struct Matrix {
-    const bf16* blocks;
-    const float* bias;  // [outputs padded to 64], or null
+    const void* blocks;
+    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16
+    const float* bias;    // [outputs padded to 64], or null
     int num_outputs;
     int num_inputs;
 };
@@ -87,16 +89,25 @@ inline __m512 exp512(__m512 x) {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
+inline __m512bh load_weights(const bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+inline __m512bh load_weights(const int8_t* at) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)at);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+}
+
 // Sums of ROWS rows with VECTORS x 16 neighbouring outputs of one super-block, inputs in order.
-template <int ROWS, int VECTORS>
-inline void multiply(const bf16* block, const bf16* x, int stride, int num_inputs, __m512 (*sums)[VECTORS]) {
+template <int ROWS, int VECTORS, class Weight>
+inline void multiply(const Weight* block, const bf16* x, int stride, int num_inputs, __m512 (*sums)[VECTORS]) {
     for (int m = 0; m < ROWS; ++m)
         for (int v = 0; v < VECTORS; ++v) sums[m][v] = _mm512_setzero_ps();
     for (int pair = 0; pair < num_inputs / 2; ++pair, block += 2 * kSuper) {
         __m512bh w[VECTORS];
         for (int v = 0; v < VECTORS; ++v) {
             _mm_prefetch((const char*)(block + 32 * v) + kPrefetch, _MM_HINT_T0);
-            w[v] = (__m512bh)_mm512_loadu_si512(block + 32 * v);
+            w[v] = load_weights(block + 32 * v);
         }
         for (int m = 0; m < ROWS; ++m) {
             int both;
@@ -108,10 +119,10 @@ inline void multiply(const bf16* block, const bf16* x, int stride, int num_input
 }
 
 // write(row, first output, vectors of sums) for all rows; VECTORS of them.
-template <int VECTORS, class Write>
+template <int VECTORS, class Weight, class Write>
 void multiply_rows(const Matrix& matrix, int first_output, const bf16* x, int stride, int num_rows, const Write& write) {
-    const bf16* block = matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
-                        2 * (first_output % kSuper);
+    const Weight* block = (const Weight*)matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
+                          2 * (first_output % kSuper);
     for (int row = 0; row < num_rows;) {
         const int left = num_rows - row;
         const int rows = left > kMaxTile && left < 2 * kMaxTile ? (left + 1) / 2 : std::min(left, kMaxTile);
@@ -138,8 +149,8 @@ struct Share {
           end((int)((long long)num_units * (thread + 1) / num_threads)) {}
 };
 
-template <class Write>
-void linear(const Matrix& matrix, const bf16* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+template <class Weight, class Write>
+void linear_of(const Matrix& matrix, const bf16* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
     const Share share((matrix.num_outputs + 15) / 16, thread, num_threads);
     for (int unit = share.begin; unit < share.end;) {
         const int vectors = std::min(4 - unit % 4, share.end - unit);
@@ -147,18 +158,27 @@ void linear(const Matrix& matrix, const bf16* x, int stride, int num_rows, int t
             for (int v = 0; v < vectors; ++v) {
                 const int output = first_output + 16 * v;
                 __m512 sum = sums[v];
+                if (matrix.scales) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(matrix.scales + output));
                 if (matrix.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(matrix.bias + output));
                 write(row, output, sum);
             }
         };
         switch (vectors) {
-            case 1: multiply_rows<1>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            case 2: multiply_rows<2>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            case 3: multiply_rows<3>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            default: multiply_rows<4>(matrix, 16 * unit, x, stride, num_rows, each); break;
+            case 1: multiply_rows<1, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
+            case 2: multiply_rows<2, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
+            case 3: multiply_rows<3, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
+            default: multiply_rows<4, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
         }
         unit += vectors;
     }
+}
+
+template <class Write>
+void linear(const Matrix& matrix, const bf16* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+    if (matrix.scales)
+        linear_of<int8_t>(matrix, x, stride, num_rows, thread, num_threads, write);
+    else
+        linear_of<bf16>(matrix, x, stride, num_rows, thread, num_threads, write);
 }
 
 // silu(gate) * up, 32 of each in a super-block.
@@ -166,7 +186,9 @@ void gated_linear(const Matrix& matrix, const bf16* x, int stride, int num_rows,
                   int num_threads) {
     const Share share(matrix.num_outputs / kSuper, thread, num_threads);
     for (int super = share.begin; super < share.end; ++super) {
-        multiply_rows<4>(matrix, super * kSuper, x, stride, num_rows, [&](int row, int, __m512* sums) {
+        auto write = [&](int row, int, __m512* sums) {
+            for (int v = 0; v < 4 && matrix.scales; ++v)
+                sums[v] = _mm512_mul_ps(sums[v], _mm512_loadu_ps(matrix.scales + super * kSuper + 16 * v));
             for (int v = 0; v < 2; ++v) {
                 const __m512 gate = sums[v];
                 const __m512 one = _mm512_set1_ps(1.0f);
@@ -174,7 +196,11 @@ void gated_linear(const Matrix& matrix, const bf16* x, int stride, int num_rows,
                 const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, decay));
                 narrow(_mm512_mul_ps(silu, sums[v + 2]), out + (size_t)row * out_stride + super * 32 + 16 * v);
             }
-        });
+        };
+        if (matrix.scales)
+            multiply_rows<4, int8_t>(matrix, super * kSuper, x, stride, num_rows, write);
+        else
+            multiply_rows<4, bf16>(matrix, super * kSuper, x, stride, num_rows, write);
     }
 }
 
@@ -262,12 +288,15 @@ struct Workspace {
 
 extern "C" {
 
-// Weights [outputs, inputs] row by row into super-blocks; `order[i]` is the row that becomes output i, −1 a row of zeros.
-void livedraft_pack(const bf16* weights, const int* order, int num_outputs, int num_inputs, bf16* blocks, int num_threads) {
+}  // extern "C"
+
+// Weights [outputs, inputs] row by row into super-blocks; `order[i]` is the row that becomes output i, the last block is padded.
+template <class Weight>
+void pack(const Weight* weights, const int* order, int num_outputs, int num_inputs, Weight* blocks, int num_threads) {
     const int num_supers = (num_outputs + kSuper - 1) / kSuper;
 #pragma omp parallel for num_threads(num_threads)
     for (int super = 0; super < num_supers; ++super) {
-        bf16* to = blocks + (size_t)super * num_inputs * kSuper;
+        Weight* to = blocks + (size_t)super * num_inputs * kSuper;
         for (int lane = 0; lane < kSuper; ++lane) {
             const int output = super * kSuper + lane;
             const int row = output < num_outputs ? order[output] : -1;
@@ -275,6 +304,17 @@ void livedraft_pack(const bf16* weights, const int* order, int num_outputs, int 
                 to[(size_t)(i / 2) * 2 * kSuper + 2 * lane + i % 2] = row < 0 ? 0 : weights[(size_t)row * num_inputs + i];
         }
     }
+}
+
+extern "C" {
+
+void livedraft_pack_bf16(const bf16* weights, const int* order, int num_outputs, int num_inputs, bf16* blocks, int num_threads) {
+    pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
+}
+
+void livedraft_pack_int8(const int8_t* weights, const int* order, int num_outputs, int num_inputs, int8_t* blocks,
+                         int num_threads) {
+    pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
 }
 
 void* livedraft_workspace() { return new Workspace(); }
