@@ -88,8 +88,8 @@ async def _measure(
         # The trainer writes its status between steps; a last look a moment later misses nothing that counts.
         await asyncio.sleep(_SETTLE_SECONDS)
         after = _work(state)
-        for name in ("num_train_tokens", "train_flops", "serve_flops"):
-            setattr(sides[side], name, getattr(sides[side], name) + after[name] - before[name])
+        for figure in ("num_train_tokens", "train_flops", "serve_flops"):
+            setattr(sides[side], figure, getattr(sides[side], figure) + after[figure] - before[figure])
     return _result(sides, capacity) | await _idle(state)
 
 

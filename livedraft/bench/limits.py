@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,7 @@ _CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 _DECODED = 64
 
 
-def run(*, model: str, dtype: str, threads: int | None, as_json: bool) -> None:
+def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_json: bool) -> None:
     use_threads(threads or num_available_cores())
     base = choose_execution_path(dtype, "auto")
     result: dict[str, Any] = {
@@ -50,6 +51,10 @@ def run(*, model: str, dtype: str, threads: int | None, as_json: bool) -> None:
         )
     result["cost_growth"] = _growth(model, with_kernels(base))
     result["python_ms_a_round"] = round(result["plain_round_ms"] - fastest["ms"]["1"], 2)
+    if plot is not None:
+        from livedraft.bench.plots import plot_cost_growth
+
+        plot_cost_growth(result["cost_growth"]["ms_by_context"], result["cost_growth"]["ms_by_batch"], plot)
     if as_json:
         print(json.dumps(result))
     else:

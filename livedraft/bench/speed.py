@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
 from livedraft.bench.contender import Contender
@@ -70,12 +72,23 @@ def run(
         _print_table(result)
 
 
-def transformers_generate(llm: LLM, model: str, max_tokens: int) -> Callable[[list[int]], list[int]]:
-    """A contender: transformers' own greedy generate with the same weights, dtype and threads."""
-    opened = open_model(resolve_model(model), llm.path)
+def transformers_generate(
+    llm: LLM, model: str, max_tokens: int, temperature: float = 0.0, assistant: Path | None = None
+) -> Callable[[list[int]], list[int]]:
+    """A contender: transformers' own generate with the same weights, dtype and threads; `assistant` is a draft for it."""
+    plain = replace(llm.path, is_compiled=False, is_prepacked=False, is_int8=False)
+    opened = open_model(resolve_model(model), plain)
     hf_model = opened.hf_model
     if opened.native is not None:
         hf_model = transformers_model(opened.native.tensors, opened.native.config, llm.path.dtype)
+    helper = None
+    if assistant is not None:
+        helper = transformers.AutoModelForCausalLM.from_pretrained(
+            assistant, dtype=llm.path.dtype, local_files_only=True
+        )
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     def answer(prompt: list[int]) -> list[int]:
         prompt_BT = torch.tensor([prompt])
@@ -83,7 +96,8 @@ def transformers_generate(llm: LLM, model: str, max_tokens: int) -> Callable[[li
             prompt_BT,
             attention_mask=torch.ones_like(prompt_BT),
             max_new_tokens=max_tokens,
-            do_sample=False,
+            assistant_model=helper,
+            **sampling,
             eos_token_id=list(llm.tokenizer.eos_token_ids),
             pad_token_id=llm.tokenizer.eos_token_ids[0],
         )

@@ -93,9 +93,9 @@ def export_target(
     model: Model = DEFAULT_MODEL,
 ) -> None:
     """Write a GGUF target's weights in one plain type, for other engines to run the same model."""
-    from livedraft.cli.export_target import run
+    from livedraft.models.export_gguf import export_gguf
 
-    run(model, file, type=type)
+    print(f"{export_gguf(model, file, type=type)} tensors written to {file} as {type}.")
 
 
 config_app = typer.Typer(help="Settings: defaults < file < environment < flags.", no_args_is_help=True)
@@ -253,6 +253,34 @@ def drafts_diff(first: VersionId, second: VersionId, state: State = None, as_jso
     diff_drafts(state, first, second, as_json=as_json)
 
 
+@drafts_app.command("export")
+def drafts_export(
+    version: VersionId,
+    path: Annotated[Path, typer.Argument(help="The folder (hf) or file (gguf) to write.")],
+    format: Annotated[str, typer.Option(help="hf: a folder for transformers; gguf: a file for llama.cpp.")] = "hf",
+    model: Model = DEFAULT_MODEL,
+    state: State = None,
+) -> None:
+    """A version as a whole model for other engines, with the target's full vocabulary and a card that says where it is from."""
+    from livedraft.cli.state import export_draft
+
+    export_draft(state, version, path, format=format, model=model)
+
+
+@drafts_app.command("import")
+def drafts_import(
+    folder: Annotated[
+        Path, typer.Argument(help="A version's folder: draft.safetensors, and manifest.json if there is one.")
+    ],
+    model: Model = DEFAULT_MODEL,
+    state: State = None,
+) -> None:
+    """Take in a version trained elsewhere for the same target; `drafts promote` puts it into service."""
+    from livedraft.cli.state import import_draft
+
+    import_draft(state, folder, model=model)
+
+
 @drafts_app.command("promote")
 def drafts_promote(version: VersionId, state: State = None) -> None:
     """Put a version into service, whatever the gate said; the watch still compares it with the one before."""
@@ -403,14 +431,45 @@ def bench_speed(
     )  # fmt: skip
 
 
+@bench_app.command("compare")
+def bench_compare(
+    prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
+    limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times over all prompts.")] = 1,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    llama_draft: Annotated[Path | None, typer.Option(help="A draft for it, as GGUF.")] = None,
+    assistant: Annotated[Path | None, typer.Option(help="A draft for transformers, as a Hugging Face folder.")] = None,
+    draft: Draft = "auto",
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """The same weights and prompts through livedraft, transformers and llama.cpp, in one interleaved run."""
+    from livedraft.bench.compare import run
+
+    run(
+        prompts, limit=limit, max_tokens=max_tokens, temperature=temperature, rounds=rounds, draft=draft, state=state,
+        model=model, dtype=dtype, threads=threads, llama_server=llama_server, llama_draft=llama_draft, assistant=assistant,
+        as_json=as_json,
+    )  # fmt: skip
+
+
 @bench_app.command("limits")
 def bench_limits(
-    model: Model = DEFAULT_MODEL, dtype: Dtype = "auto", threads: Threads = None, as_json: Json = False
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the growth of costs as SVG.")] = None,
+    as_json: Json = False,
 ) -> None:
     """What this machine can do at best, and the share of it that each way to run a pass reaches."""
     from livedraft.bench.limits import run
 
-    run(model=model, dtype=dtype, threads=threads, as_json=as_json)
+    run(model=model, dtype=dtype, threads=threads, plot=plot, as_json=as_json)
 
 
 @bench_app.command("serve")

@@ -12,6 +12,8 @@ import platformdirs
 
 from livedraft import operations
 from livedraft.drafts.database import DATABASE_NAME
+from livedraft.drafts.registry import Registry
+from livedraft.models.pull import resolve_model
 
 _NUM_EVENTS_SHOWN = 5
 _OPERATOR = "operator"
@@ -33,6 +35,25 @@ def promote_draft(state: Path | None, version_id: str) -> None:
 
 def roll_back(state: Path | None) -> None:
     say(operations.roll_back, state, _OPERATOR)
+
+
+def export_draft(state: Path | None, version_id: str, path: Path, *, format: str, model: str) -> None:
+    from livedraft.export import export_draft as export
+
+    done = export(Registry(state_folder(state)), version_id, resolve_model(model), path, format=format)
+    mass = (
+        "" if done.absent_mass is None else f" Tokens it does not know have {done.absent_mass:.3%} of the probability."
+    )
+    print(
+        f"{version_id} is written to {path}: {done.config.num_layers} layers, {done.config.vocabulary_size} tokens.{mass}"
+    )
+
+
+def import_draft(state: Path | None, folder: Path, *, model: str) -> None:
+    from livedraft.export import import_draft as take_in
+
+    version = take_in(Registry(state_folder(state)), folder, resolve_model(model))
+    print(f"{folder} is version {version.id} now; put it into service with: livedraft drafts promote {version.id}")
 
 
 def list_drafts(state: Path | None, *, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """The worker's turns on the toy language, without a process; the process itself is in tests/e2e."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from livedraft.events import described
 from livedraft.learning import gate
+from livedraft.learning.batches import example_from_trace
 from livedraft.learning.capture import conversation_key
 from livedraft.learning.store import TraceStore, is_held_out
 from livedraft.learning.worker import Worker
@@ -547,3 +549,23 @@ def test_osds_own_variant_takes_one_step_every_eight_requests_on_rejected_positi
     assert [len(batch) for batch in batches] == [8] * (made.memory.num_trained // 8)
     assert max(made.memory.copies.values()) == 1
     assert not any(example.loss_mask_T.all() for batch in batches for example in batch)
+
+
+def test_a_flood_of_one_client_costs_the_others_little(tmp_path, state):
+    """120 requests of one client on a subject of its own beside 40 of others: what the others' acceptance loses is stated here."""
+    others = [dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(served_traces(40))]
+    flood = [
+        dataclasses.replace(t, request_id=f"f{n}", client_key="f" * 16) for n, t in enumerate(served_traces(120, first=500))
+    ]
+    unseen = [example_from_trace(t, 10_000 + n) for n, t in enumerate(served_traces(24, first=200))]
+    alphas = {}
+    for name, traffic in {"alone": others, "beside the flood": [*flood[:60], *others, *flood[60:]]}.items():
+        folder = tmp_path / name
+        shutil.copytree(state, folder)
+        TraceStore(folder).append(traffic)
+        config = LearningConfig(traces_per_chunk=4, learning_rate=3e-3, warmup_steps=0, replay_spacing=0.0)
+        made = Worker(state=folder, target=state.parent / "model", route="default", config=config, max_positions=128)
+        run_until_idle(made)
+        assert made.memory.num_trained >= 36
+        alphas[name] = sum(score.alpha for score in made.trainer.score(unseen)) / len(unseen)
+    assert alphas["beside the flood"] > alphas["alone"] - 0.03, alphas

@@ -1,5 +1,4 @@
-"""`livedraft export-target`: a GGUF target's weights as they are served, in one plain type, so that other engines can run the
-same."""
+"""A GGUF target's weights as they are served, in one plain type, so that other engines can run the same."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ _FILE_TYPES = {"bf16": 32, "f32": 0}
 """llama.cpp's numbers for general.file_type."""
 
 
-def run(model: str, file: Path, *, type: str) -> None:
-    """Raises UserError for anything but a GGUF file, or when the output cannot be written."""
+def export_gguf(model: str, file: Path, *, type: str) -> int:
+    """Write the file and return how many tensors it has. Raises UserError for anything but a GGUF file, or when the output
+    cannot be written."""
     if type not in _FILE_TYPES:
         raise UserError(f"--type must be bf16 or f32, got {type!r}.")
     path = resolve_model(model)
@@ -25,10 +25,9 @@ def run(model: str, file: Path, *, type: str) -> None:
     if file.resolve() == path.resolve():
         raise UserError("The output must be another file than the model itself.")
     try:
-        num_tensors = _write(path, file, type)
+        return _write(path, file, type)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}).") from error
-    print(f"{num_tensors} tensors written to {file} as {type}.")
 
 
 def _write(path: Path, file: Path, type: str) -> int:

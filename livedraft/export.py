@@ -1,0 +1,303 @@
+"""A draft as other engines want it: a whole model with the target's full vocabulary, as a Hugging Face folder or a GGUF file.
+
+A draft's head knows some of the target's tokens. The others get one row in common, along minus the mean final hidden state,
+so long that together they have next to no probability on the traces at hand; how much is measured, printed and written into
+the card.
+
+Legend: V target vocabulary, W draft vocabulary, D width, N positions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from livedraft.draft_source import ROUTE
+from livedraft.drafts.registry import MANIFEST_NAME, WEIGHTS_NAME, Registry, new_version_id
+from livedraft.drafts.weights import DraftWeights, check_against_target, load_draft, save_draft
+from livedraft.learning.batches import collate, example_from_trace
+from livedraft.learning.forward import TargetParts, forward_of
+from livedraft.learning.store import TraceStore
+from livedraft.models.config import ModelConfig
+from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD
+from livedraft.records import DraftVersion, Trace, UserError
+from livedraft.tokenizer import Tokenizer, load_tokenizer
+
+MAX_ABSENT_MASS = 0.005
+_NUM_TRACES = 64
+_LONGEST_ROW = 1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """The draft as a model of its own."""
+
+    config: ModelConfig
+    tensors: dict[str, torch.Tensor]
+    """Hugging Face names, bf16."""
+    absent_mass: float | None
+    """Mean probability of all tokens the draft does not know, on the traces; None where it knows all or there are no traces."""
+
+
+def export_draft(registry: Registry, version_id: str, target: Path, folder: Path, *, format: str) -> Exported:
+    """Write a version as `hf` (a folder) or `gguf` (a file). Raises UserError for what cannot be exported or written."""
+    if format not in ("hf", "gguf"):
+        raise UserError(f"--format must be hf or gguf, got {format!r}.")
+    row = registry.version(version_id)
+    version = DraftVersion(**registry.manifest(version_id))
+    draft = registry.load(version)
+    if draft.hf_config is not None:
+        raise UserError(
+            f"{version_id} is a whole model of transformers already; its base folder and draft.safetensors are it."
+        )
+    parts = TargetParts.load(target, draft)
+    exported = _whole(draft, parts, _recent_traces(registry.state))
+    tokenizer = load_tokenizer(target, ())
+    card = _card(version, row, exported, target)
+    try:
+        if format == "hf":
+            _write_hf(exported, tokenizer, folder, card)
+        else:
+            _write_gguf(exported, target, folder, card)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
+    return exported
+
+
+def _recent_traces(state: Path) -> list[Trace]:
+    store = TraceStore(state)
+    return [trace for row in store.rows(limit=-1)[-_NUM_TRACES:] if (trace := store.read(row)) is not None]
+
+
+def _whole(draft: DraftWeights, parts: TargetParts, traces: Sequence[Trace]) -> Exported:
+    config = draft.config or parts.config
+    assert config is not None
+    embedding_VD = draft.tensors.get("embedding", parts.embedding_VD)
+    assert embedding_VD is not None
+    hidden_ND = _hidden_states(draft, parts, traces)
+    head_VD, absent_mass = _full_head(draft, parts.vocabulary_size, hidden_ND)
+    tensors = {EMBEDDING: embedding_VD, FINAL_NORM: draft.tensors["final_norm"], HEAD: head_VD}
+    for index in range(draft.num_layers):
+        tensors |= _layer(draft, config, index)
+    whole = replace(config, num_layers=draft.num_layers, has_tied_embeddings=False)
+    return Exported(
+        config=whole,
+        tensors={name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        absent_mass=absent_mass,
+    )
+
+
+def _layer(draft: DraftWeights, config: ModelConfig, index: int) -> dict[str, torch.Tensor]:
+    """Fused matrices apart again, under Hugging Face's names."""
+    prefix, to = f"layers.{index}.", f"model.layers.{index}."
+    H, G, E = config.num_heads, config.num_kv_heads, config.head_width
+    get = draft.tensors.get
+    tensors = {
+        to + "input_layernorm.weight": get(prefix + "attention_norm"),
+        to + "post_attention_layernorm.weight": get(prefix + "feed_forward_norm"),
+        to + "self_attn.o_proj.weight": get(prefix + "attention_output.weight"),
+        to + "mlp.down_proj.weight": get(prefix + "down.weight"),
+        to + "self_attn.q_norm.weight": get(prefix + "query_norm"),
+        to + "self_attn.k_norm.weight": get(prefix + "key_norm"),
+    }
+    for part in ("weight", "bias"):
+        fused = get(f"{prefix}query_key_value.{part}")
+        if fused is not None:
+            for name, piece in zip("qkv", fused.split([H * E, G * E, G * E]), strict=True):
+                tensors[f"{to}self_attn.{name}_proj.{part}"] = piece
+    gate, up = draft.tensors[prefix + "gate_up.weight"].chunk(2)
+    tensors |= {to + "mlp.gate_proj.weight": gate, to + "mlp.up_proj.weight": up}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+@torch.inference_mode()
+def _hidden_states(draft: DraftWeights, parts: TargetParts, traces: Sequence[Trace]) -> torch.Tensor | None:
+    """Final hidden states at the traces' output positions; None without traces."""
+    if not traces:
+        return None
+    lookup_V = torch.full((parts.vocabulary_size,), -1)
+    lookup_V[draft.draft_to_target_W] = torch.arange(draft.vocabulary_size)
+    longest = max(len(trace.prompt_token_ids) + len(trace.output_token_ids) for trace in traces)
+    forward = forward_of(draft, parts, longest)
+    states = []
+    for number, trace in enumerate(traces):
+        batch = collate([example_from_trace(trace, number)], lookup_V, every_position=True)
+        states.append(forward.hidden(batch.token_ids_BT)[batch.loss_rows_N])
+    return torch.cat(states)
+
+
+def _full_head(
+    draft: DraftWeights, vocabulary_size: int, hidden_ND: torch.Tensor | None
+) -> tuple[torch.Tensor, float | None]:
+    """([V, D], mean probability of the tokens the draft lacks). Their row is made longer until that is next to nothing."""
+    head_WD = draft.tensors["head"]
+    num_absent = vocabulary_size - draft.vocabulary_size
+    mean_D = head_WD.mean(0) if hidden_ND is None else hidden_ND.mean(0)
+    direction_D = -mean_D / mean_D.norm()
+    length, mass = float(head_WD.norm(dim=1).mean()), None
+    if hidden_ND is not None and num_absent:
+        known_N = torch.logsumexp(hidden_ND @ head_WD.T, dim=-1)
+        while True:
+            absent_N = hidden_ND @ (length * direction_D) + np.log(num_absent)
+            mass = float(torch.sigmoid(absent_N - known_N).mean())
+            if mass < MAX_ABSENT_MASS or length > _LONGEST_ROW:
+                break
+            length *= 1.5
+    head_VD = (length * direction_D).expand(vocabulary_size, -1).clone()
+    head_VD[draft.draft_to_target_W] = head_WD
+    return head_VD, mass
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _card(version: DraftVersion, row: dict[str, Any], exported: Exported, target: Path) -> str:
+    decision = row["decision"] or {}
+    mass = "unknown: no traces at hand" if exported.absent_mass is None else f"{exported.absent_mass:.3%}"
+    return f"""---
+library_name: transformers
+tags: [speculative-decoding, draft]
+---
+# Draft {version.id} for {target.stem}
+
+A draft model for speculative decoding, exported by livedraft on {time.strftime("%Y-%m-%d")}; on its own it is of little use.
+
+- target fingerprint {version.target_fingerprint}, tokenizer fingerprint {version.tokenizer_fingerprint}
+- {version.num_layers} layers, {version.vocabulary_size} tokens known; probability of all others together: {mass}
+- trained on {version.num_requests_seen} requests, parent {version.parent}
+- measured by the gate on requests it had not seen: alpha {decision.get("alpha")}
+- sha256 of draft.safetensors: {version.sha256}
+"""
+
+
+def _write_hf(exported: Exported, tokenizer: Tokenizer, folder: Path, card: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(exported.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_hf_config(exported.config), indent=2), encoding="utf-8")
+    tokenizer.hf_tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _hf_config(config: ModelConfig) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
+        "model_type": config.family,
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.feed_forward_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.has_tied_embeddings,
+        "eos_token_id": config.eos_token_ids[0] if config.eos_token_ids else None,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+    }
+    scaling = config.rope_scaling
+    if scaling is not None:
+        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            raw["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+    return raw
+
+
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _write_gguf(exported: Exported, target: Path, file: Path, card: str) -> None:
+    """With the metadata of the target's own GGUF file: its tokenizer, and all but the number of layers."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
+
+    if target.suffix != ".gguf":
+        raise UserError(
+            "A GGUF draft takes its tokenizer from the target's GGUF file, and this target is none; use --format hf."
+        )
+    config = exported.config
+    reader = GGUFReader(target)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = GGUFWriter(file, architecture)
+    writer.add_file_type(32)  # bf16
+    writer.add_block_count(config.num_layers)
+    writer.add_description(card.splitlines()[4].removeprefix("# "))
+    made = ("general.architecture", "general.file_type", "general.description", f"{architecture}.block_count")
+    for name, field in reader.fields.items():
+        if name not in made and not name.startswith("GGUF."):
+            kind, *sub_kind = field.types
+            writer.add_key_value(name, field.contents(), kind, sub_type=sub_kind[0] if sub_kind else None)
+    for name, tensor in exported.tensors.items():
+        values = _interleaved(name, tensor.float(), config).numpy()
+        if values.ndim > 1:
+            data = quantize(values, GGMLQuantizationType.BF16)
+            writer.add_tensor(_gguf_name(name), data, raw_dtype=GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(_gguf_name(name), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    whole = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+    if name in whole:
+        return whole[name]
+    _, _, index, rest = name.split(".", 3)
+    stem, part = rest.rsplit(".", 1)
+    return f"blk.{index}.{_GGUF_LAYER_NAMES[stem]}.{part}"
+
+
+def _interleaved(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """llama.cpp interleaves the two rotary halves of the Llama family's queries and keys."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None or config.family != "llama" or tensor.ndim != 2:
+        return tensor
+    rows, columns = tensor.shape
+    return tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+# --- taking in ------------------------------------------------------------------------------------------------------
+
+
+def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion:
+    """A version's folder from elsewhere becomes a version here, not in service. Raises UserError for what does not fit."""
+    draft = load_draft(folder / WEIGHTS_NAME)
+    serving = registry.in_service(ROUTE)
+    if serving is None:
+        raise UserError(f"{registry.state} has no draft in service yet; start serving with it first.")
+    if not draft.is_whole_model:
+        config = TargetParts.load(target, draft).config
+        assert config is not None
+        check_against_target(draft, config, str(folder))
+    version = replace(
+        serving, id=new_version_id(len(registry.versions())), parent=serving.id, sha256="", num_layers=draft.num_layers,
+        vocabulary_size=draft.vocabulary_size, created_at=time.time(), num_requests_seen=0, last_trace_id=0, alpha=None,
+    )  # fmt: skip
+    manifest = folder / MANIFEST_NAME
+    if manifest.exists():
+        theirs = json.loads(manifest.read_text(encoding="utf-8"))
+        for name in ("target_fingerprint", "tokenizer_fingerprint"):
+            if theirs.get(name) != getattr(version, name):
+                raise UserError(f"{folder} was trained for another target or tokenizer ({name} {theirs.get(name)}).")
+        version = replace(version, num_requests_seen=int(theirs.get("num_requests_seen", 0)))
+    return registry.publish(lambda path: save_draft(draft, path), version)
