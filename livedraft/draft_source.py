@@ -11,6 +11,7 @@ from livedraft.config import SpeculationConfig
 from livedraft.device import ExecutionPath
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import (
+    DamagedDraftError,
     DraftWeights,
     check_against_target,
     draft_from_hf,
@@ -99,6 +100,9 @@ class DraftSource:
         target = self.target
         size: dict[str, Any] = {"num_slots": target.num_slots, "max_length": target.max_length}
         runtime: ModelStep
+        shape = weights.config or (target.config if isinstance(target, Decoder) else None)
+        if shape is not None or weights.hf_config is not None:
+            check_against_target(weights, shape, f"Draft {version}", target.vocabulary_size)
         if weights.hf_config is not None:
             module = module_of_config(weights.hf_config, weights.tensors).to(self.path.device, self.path.dtype)
             size["max_length"] = min(
@@ -113,7 +117,6 @@ class DraftSource:
                     "Drafts of the target's own layers need a target the native decoder reads; give draft='none' or the "
                     "folder of a small model with the same tokenizer."
                 )
-            check_against_target(weights, config, f"Draft {version}")
             size["max_length"] = min(target.max_length, config.max_positions)
             laid_out = serving_weights(weights, native.weights if native else None, self.path, config)
             runtime = make_decoder(config, laid_out, self.path, **size)
@@ -156,8 +159,10 @@ class DraftSource:
 
         A fresh state of a learning server gets its first version here. Raises UserError for what does not fit.
         """
-        if draft != "auto" and not (self.learns and is_whole_model(draft)):
+        if draft != "auto" and not self.learns:
             return self.resident(draft)
+        if draft != "auto" and not is_whole_model(draft):
+            return self._first_by_name(draft)
         version = self.registry.in_service(ROUTE) if self.registry else None
         if self.registry and version is not None and version.target_fingerprint != self.target_fingerprint:
             raise UserError(
@@ -179,6 +184,22 @@ class DraftSource:
             return None  # a target of another family decodes plainly
         return self.resident(self._publish(self._untrained).id if self.learns else UNTRAINED)
 
+    def _first_by_name(self, draft: str) -> DraftModel:
+        """With learning the state's own version in service is what serves and what training goes on from."""
+        assert self.registry is not None
+        serving = self.registry.in_service(ROUTE)
+        if draft == UNTRAINED and serving is None:
+            weights, _ = self.untrained()
+            return self.resident(self._publish(weights).id)
+        if self.registry.manifest(draft):
+            resident = self.resident(draft)
+            self.registry.serve(draft, ROUTE, {"promoted_by": "the command line"})
+            return resident
+        raise UserError(
+            f"Learning goes on from the drafts in {self.registry.state}; take {draft} in with `livedraft drafts import`, or "
+            "serve it with --no-learn."
+        )
+
     def _check_kind(self, path: Path) -> None:
         """The state's drafts must have come from this whole model: another one's training cannot go on there."""
         assert self.registry is not None
@@ -193,7 +214,7 @@ class DraftSource:
         while version is not None and self.registry is not None:
             try:
                 return self.resident(version.id)
-            except UserError as error:
+            except DamagedDraftError as error:  # any other error would hold for all versions alike
                 self.events.emit("draft_refused", version=version.id, reason=str(error))
                 try:
                     before = self.registry.roll_back(ROUTE, {})

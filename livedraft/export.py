@@ -33,7 +33,8 @@ from livedraft.tokenizer import Tokenizer, load_tokenizer
 
 MAX_ABSENT_MASS = 0.005
 _NUM_TRACES = 64
-_LONGEST_ROW = 1e4
+_NUM_LENGTHS = 20
+"""Of the absent tokens' row, each half as long again as the one before; the shortest that is good enough, else the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +146,14 @@ def _full_head(
     length, mass = float(head_WD.norm(dim=1).mean()), None
     if hidden_ND is not None and num_absent:
         known_N = torch.logsumexp(hidden_ND @ head_WD.T, dim=-1)
-        while True:
-            absent_N = hidden_ND @ (length * direction_D) + np.log(num_absent)
-            mass = float(torch.sigmoid(absent_N - known_N).mean())
-            if mass < MAX_ABSENT_MASS or length > _LONGEST_ROW:
+        tried = []
+        for step in range(_NUM_LENGTHS):
+            longer = length * 1.5**step
+            absent_N = hidden_ND @ (longer * direction_D) + np.log(num_absent)
+            tried.append((float(torch.sigmoid(absent_N - known_N).mean()), longer))
+            if tried[-1][0] < MAX_ABSENT_MASS:
                 break
-            length *= 1.5
+        mass, length = min(tried)
     head_VD = (length * direction_D).expand(vocabulary_size, -1).clone()
     head_VD[draft.draft_to_target_W] = head_WD
     return head_VD, mass
@@ -288,7 +291,7 @@ def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion
     if not draft.is_whole_model:
         config = TargetParts.load(target, draft).config
         assert config is not None
-        check_against_target(draft, config, str(folder))
+        check_against_target(draft, config, str(folder), config.vocabulary_size)
     version = replace(
         serving, id=new_version_id(len(registry.versions())), parent=serving.id, sha256="", num_layers=draft.num_layers,
         vocabulary_size=draft.vocabulary_size, created_at=time.time(), num_requests_seen=0, last_trace_id=0, alpha=None,

@@ -38,10 +38,10 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
 from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
-from livedraft.models.native import quantized, with_kernels
+from livedraft.models.native import quantized, unavailable_reason, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
-from livedraft.records import DraftVersion, Request, SamplingParams, Trace, text_token_ids
+from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.tokenizer import Message, TextStream
@@ -118,6 +118,10 @@ class LLM:
         model_path = resolve_model(model)
         opened = open_model(model_path, self.path)
         self.target_fingerprint = opened.fingerprint + ("-int8" if self.path.is_int8 else "")
+        if self.path.is_int8 and (opened.native is None or unavailable_reason(opened.native.config) is not None):
+            raise UserError(
+                "quantization int8 is for models the compiled step knows, and this one has another shape or family."
+            )
         self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)
         self._engine_config = within_memory(config, opened, self.path, self._speculation, self.events)
@@ -169,7 +173,8 @@ class LLM:
         )
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
-        if self._learns and self.state is not None and self.registry is not None:
+        serving = self.registry.in_service(ROUTE) if self.registry else None
+        if self.registry is not None and serving is not None and serving.id == self.engine.draft_version:
             assert self.upkeep is not None
             self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
             self.swap = SwapWatcher(
@@ -180,6 +185,7 @@ class LLM:
                 events=self.events,
                 after_look=self.upkeep.look,
             )
+        if self._learns and self.state is not None:
             self.trainer = TrainerProcess(
                 worker_command(
                     state=self.state,

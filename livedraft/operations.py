@@ -95,7 +95,8 @@ def roll_back(state: Path, by: str) -> str:
     canary = registry.canary(ROUTE)
     reason = {"rolled_back_by": by, "rolled_back_at": time.time()}
     if canary is not None:
-        registry.withdraw(canary.id, reason)
+        is_withdrawn = registry.withdraw(canary.id, reason)
+    if canary is not None and is_withdrawn:
         _record(state, "rolled_back_by_operator", version=canary.id, by=by)
         return f"The canary {canary.id} is withdrawn; what is in service stays."
     leaving = registry.in_service(ROUTE)
@@ -176,8 +177,12 @@ def list_traces(state: Path, *, limit: int) -> dict[str, Any]:
 def delete_traces(state: Path, user: str | None) -> str:
     """All traces of a user, or of everybody; also from the running trainer and the server's prefix cache."""
     store = TraceStore(state)
-    count = store.delete_all() if user is None else store.delete_client(conversation_key([user], load_secret(state)))
-    set_control(state, "forget")
+    try:
+        count = (
+            store.delete_all() if user is None else store.delete_client(conversation_key([user], load_secret(state)))
+        )
+    finally:
+        set_control(state, "forget")  # also what was deleted before something failed
     _record(state, "traces_deleted", num_traces=count)
     return (
         f"{count} traces are deleted. Weights already trained on them cannot be unlearnt; a new --state starts afresh."

@@ -48,6 +48,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @property
+    def bos_text(self) -> str | None:
+        """The token that begins a text, where `encode` adds one."""
+        begins = self.encode("")[:1]
+        bos: str | None = self._hf.bos_token
+        return bos if begins and begins[0] == self._hf.bos_token_id else None
+
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=True))
 

@@ -16,6 +16,7 @@ from livedraft.config import LearningConfig
 from livedraft.drafts.database import read_controls, record_events, set_damaged_database_aside, write_status
 from livedraft.drafts.registry import Registry
 from livedraft.events import Event, Events
+from livedraft.learning.process import CHECKPOINT_NAME
 from livedraft.learning.store import TraceStore
 from livedraft.records import UserError
 
@@ -46,6 +47,8 @@ class Upkeep:
     def _tidy_up(self) -> None:
         aside = set_damaged_database_aside(self._state)
         if aside is not None:
+            # Rows get other numbers in the new one, and the trainer's checkpoint knows traces by theirs.
+            (self._state / CHECKPOINT_NAME).unlink(missing_ok=True)
             self._events.emit("database_damaged", kept_as=aside.name)
         versions, traces = Registry(self._state).reconcile(), self._store.reconcile()
         if versions:

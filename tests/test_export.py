@@ -50,10 +50,11 @@ def test_transformers_gives_the_drafts_logits_and_next_to_nothing_to_the_rest(st
     with torch.no_grad():
         logits = hf_model(ids).logits[0]
         own = forward.head(forward.hidden(ids))
-    torch.testing.assert_close(logits[:, draft.draft_to_target_W], own, atol=0.05, rtol=0.02)  # it is stored in bf16
-    assert done.absent_mass < MAX_ABSENT_MASS
+    found = logits[:, draft.draft_to_target_W]
+    assert (found - own).abs().mean() < 0.02 * own.abs().mean()  # it is stored in bf16
+    # Random hidden states have no direction in common; a real model's do (below). What is reported must be true either way.
     known = logits.softmax(-1)[:, draft.draft_to_target_W].sum(-1)
-    assert 1 - known.mean() < 4 * MAX_ABSENT_MASS  # on a prompt; the bar is for answers
+    assert float(1 - known.mean()) == pytest.approx(done.absent_mass, abs=0.15)
     card = (folder / "README.md").read_text()
     assert registry.in_service("default").id in card
     assert f"{done.absent_mass:.3%}" in card
@@ -90,7 +91,11 @@ def test_a_version_comes_back_in_and_foreign_ones_do_not(state, model_folder, tm
 def test_what_cannot_be_exported_is_one_sentence(state, model_folder, tmp_path):
     registry = Registry(state)
     serving = registry.in_service("default").id
-    for version, format, words in ((serving, "pdf", "hf or gguf"), ("v9", "hf", "no version"), (serving, "gguf", "--format hf")):
+    for version, format, words in (
+        (serving, "pdf", "hf or gguf"),
+        ("v9", "hf", "no version"),
+        (serving, "gguf", "--format hf"),
+    ):
         with pytest.raises(UserError, match=words):
             export_draft(registry, version, model_folder, tmp_path / "out", format=format)
     (tmp_path / "file").write_text("x")
@@ -103,8 +108,11 @@ def test_what_cannot_be_exported_is_one_sentence(state, model_folder, tmp_path):
 def test_the_gguf_file_has_the_numbers_of_the_folder(smollm2_path, tmp_path):
     with LLM("smollm2-135m", state=tmp_path / "state", learn=True, num_threads=1) as llm:
         version = llm.engine.draft_version
+        llm.generate(["The capital of France is", "Plants need"], SamplingParams(max_tokens=24))
     registry = Registry(tmp_path / "state")
-    export_draft(registry, version, smollm2_path, tmp_path / "draft.gguf", format="gguf")
+    done = export_draft(registry, version, smollm2_path, tmp_path / "draft.gguf", format="gguf")
+    assert done.absent_mass is not None
+    assert done.absent_mass < MAX_ABSENT_MASS
     export_draft(registry, version, smollm2_path, tmp_path / "hf", format="hf")
     from_gguf, from_hf = (load_model(path, torch.float32) for path in (tmp_path / "draft.gguf", tmp_path / "hf"))
     assert from_gguf.config == dataclasses.replace(from_hf.config, eos_token_ids=from_gguf.config.eos_token_ids)

@@ -29,6 +29,7 @@ from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
 from livedraft.bench.contender import Contender
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.speed import transformers_generate
+from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
 from livedraft.models.export_gguf import export_gguf
 from livedraft.models.pull import resolve_model
@@ -51,7 +52,7 @@ def run(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with ExitStack() as stack:
         llm = stack.enter_context(LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads))
-        version = llm.engine.draft_version if llm.engine.draft else None
+        version = draft if is_whole_model(draft) else llm.engine.draft_version if llm.engine.draft else None
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         contenders: dict[str, Answer] = {"livedraft_plain": Contender(llm, None, sampling)}
         if version is not None:
@@ -163,6 +164,8 @@ def _llama_server(server: Path, file: Path, threads: int, *more: str) -> Iterato
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
+        else:
+            raise UserError(f"llama.cpp's server was not ready within {_START_SECONDS:.0f} s: {' '.join(command)}")
         yield url
     finally:
         process.terminate()
@@ -170,8 +173,8 @@ def _llama_server(server: Path, file: Path, threads: int, *more: str) -> Iterato
 
 
 def _llama_answer(client: httpx.Client, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    body = {"prompt": prompt, "n_predict": sampling.max_tokens, "temperature": sampling.temperature, "cache_prompt": False,
-            "return_tokens": True}  # fmt: skip
+    body = {"prompt": prompt, "n_predict": sampling.max_tokens, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0,
+            "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False, "return_tokens": True}  # fmt: skip
     reply = client.post("/completion", json=body).json()
     tokens: list[int] = reply.get("tokens") or [0] * int(reply["tokens_predicted"])
     return tokens

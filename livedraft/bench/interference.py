@@ -32,6 +32,8 @@ from livedraft.tokenizer import Message
 _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
 _SETTLE_SECONDS = 3.0
 """After a change of the control, before gaps count."""
+_REPORT_SECONDS = 5.5
+"""After this long the trainer has said what it did, also in the middle of its work."""
 _IDLE_SECONDS = 20.0
 
 
@@ -85,8 +87,7 @@ async def _measure(
         answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
         sides[side].gaps += [gap for answer in answers for gap in answer.gaps]
         sides[side].num_tokens += sum(answer.num_tokens for answer in answers)
-        # The trainer writes its status between steps; a last look a moment later misses nothing that counts.
-        await asyncio.sleep(_SETTLE_SECONDS)
+        await asyncio.sleep(_REPORT_SECONDS)
         after = _work(state)
         for figure in ("num_train_tokens", "train_flops", "serve_flops"):
             setattr(sides[side], figure, getattr(sides[side], figure) + after[figure] - before[figure])

@@ -44,7 +44,7 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         "paths": {name: _path(model, path) for name, path in _paths(base).items()},
     }
     result |= _engine(model, dtype, threads)
-    fastest = result["paths"]["compiled" if "compiled" in result["paths"] else "torch"]
+    fastest = result["paths"][next(name for name in ("compiled", "onednn", "torch") if name in result["paths"])]
     for path in result["paths"].values():
         path["share_of_read_limit"] = round(
             path["bytes"] / 1e9 / result["read_gb_per_second"] / path["ms"]["1"] * 1000, 2

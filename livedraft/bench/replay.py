@@ -29,7 +29,7 @@ from livedraft.bench.prompts import read_prompts
 from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
 from livedraft.draft_source import ROUTE
-from livedraft.drafts.database import read_status
+from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import example_from_trace
@@ -110,6 +110,8 @@ def run(
             sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
             if "livedraft" in arms:
                 live_state = state or Path(folder) / "live"
+                if (live_state / DATABASE_NAME).exists():
+                    raise UserError(f"{live_state} already holds traces; a learning curve starts in a fresh --state.")
                 results["livedraft"], traces, learner = _serve_live(
                     prompts, sampling, live_state, concurrency, model, dtype, learning, report
                 )
@@ -326,6 +328,8 @@ def _recorded(
 
 def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, report: Callable[[str], None]) -> ArmResult:
     """The training process's own loop, in this process, burst by burst."""
+    if (folder / DATABASE_NAME).exists():
+        raise UserError(f"{folder} already holds traces; a learning curve starts in a fresh --state.")
     store, registry = TraceStore(folder), Registry(folder)
     registry.publish(lambda path: save_draft(learner.untrained, path), learner.version, status="in_service")
     worker = Worker(

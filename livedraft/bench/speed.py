@@ -17,6 +17,7 @@ from livedraft.bench.contender import Contender
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.reference import transformers_model
 from livedraft.bench.same_output import compare_outputs
+from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
@@ -40,7 +41,7 @@ def run(
     sampling = SamplingParams(max_tokens=max_tokens)
     with LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads) as llm:
         report = _reporter()
-        version = llm.engine.draft_version if llm.engine.draft else None
+        version = draft if is_whole_model(draft) else llm.engine.draft_version if llm.engine.draft else None
         report(f"{llm.path.description}; draft: {version}\n")
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         speculative = Contender(llm, version, sampling) if version else None

@@ -20,8 +20,11 @@ from safetensors import SafetensorError
 
 from livedraft.cli.state import state_folder
 from livedraft.config import EngineConfig
+from livedraft.draft_source import ROUTE
+from livedraft.drafts.database import DATABASE_NAME
+from livedraft.drafts.registry import Registry
 from livedraft.engine.judging import judged_trace
-from livedraft.learning.capture import load_secret
+from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore, read_shard, write_shard
 from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
@@ -82,7 +85,8 @@ def _lines(traces: list[Trace], format: str, tokenizer: Tokenizer | None) -> Ite
         if format == "prompts":
             yield {"messages": messages} if messages else {"prompt": prompt}
         elif format == "openai" and not messages:
-            yield {"prompt": prompt, "completion": answer}
+            ended = trace.output_token_ids[-1] in tokenizer.eos_token_ids
+            yield {"prompt": prompt, "completion": answer, "finish_reason": "stop" if ended else "length"}
         elif messages:
             turns = [*messages, {"role": "assistant", "content": answer}]
             if format == "openai":
@@ -116,6 +120,8 @@ class Record:
     text: str | None = None
     prompt_token_ids: list[int] | None = None
     answer: str | None = None
+    is_finished: bool = False
+    """The answer ended by itself: end-of-sequence belongs to it."""
     output_token_ids: list[int] | None = None
 
 
@@ -129,16 +135,49 @@ def import_traces(
     is_shard = format == "traces" or (format is None and file.suffix == ".safetensors")
     with LLM(model, draft="none", dtype=dtype, num_threads=threads, engine=EngineConfig(num_prefix_slots=0)) as llm:
         llm.secret = load_secret(folder)
+        serving = Registry(folder).in_service(ROUTE) if (folder / DATABASE_NAME).exists() else None
+        if serving is not None and serving.target_fingerprint != llm.target_fingerprint:
+            raise UserError(f"The drafts in {folder} are for another target than {model}; name theirs with --model.")
+        writer = _Writer(folder)
         if is_shard:
-            traces = _read_exported(file, limit, llm)
+            for trace in _read_exported(file, limit, llm, user):
+                writer.add(trace)
         else:
-            traces = _judged(read_records(file, format, limit), llm, max_tokens, user)
-    for start in range(0, len(traces), _TRACES_PER_SHARD):
-        TraceStore(folder).append(traces[start : start + _TRACES_PER_SHARD])
-    print(f"\n{len(traces)} traces imported into {folder}; a server with learning on trains on them.")
+            _judge(read_records(file, format, limit), llm, max_tokens, user, writer)
+        writer.flush()
+    if not writer.num_written:
+        raise UserError(
+            "No record could be used." if not writer.num_known else "All of these traces are there already."
+        )
+    print(f"\n{writer.num_written} traces imported into {folder}; a server with learning on trains on them.")
 
 
-def _read_exported(file: Path, limit: int | None, llm: LLM) -> list[Trace]:
+class _Writer:
+    """Into the store, a shard at a time: whatever ends the import early, what was judged stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = TraceStore(folder)
+        self._known = {row.request_id for row in self._store.rows(limit=-1)}
+        self._waiting: list[Trace] = []
+        self.num_written = self.num_known = 0
+
+    def add(self, trace: Trace) -> None:
+        if trace.request_id in self._known:
+            self.num_known += 1
+            return
+        self._known.add(trace.request_id)
+        self._waiting.append(trace)
+        if len(self._waiting) == _TRACES_PER_SHARD:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._store.append(self._waiting)
+            self.num_written += len(self._waiting)
+            self._waiting = []
+
+
+def _read_exported(file: Path, limit: int | None, llm: LLM, user: str) -> list[Trace]:
     try:
         traces = read_shard(file)[:limit]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -148,13 +187,24 @@ def _read_exported(file: Path, limit: int | None, llm: LLM) -> list[Trace]:
             raise UserError(
                 f"{file} was recorded with another target ({trace.target_fingerprint}); name it with --model."
             )
-    return [replace(trace, draft_version="none") for trace in traces]  # served by versions this state does not know
+    # Served by versions and known by keys of another state: here they are the user's who is named.
+    return [
+        replace(
+            trace,
+            draft_version="none",
+            client_key=conversation_key([user], llm.secret),
+            conversation_key=conversation_key(trace.prompt_token_ids, llm.secret),
+        )
+        for trace in traces
+    ]
 
 
 def read_records(file: Path, format: str | None, limit: int | None) -> list[Record]:
     """Raises UserError that names the line that is wrong."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split(
+            "\n"
+        )  # not splitlines: JSON strings may hold its other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}).") from error
     records: list[Record] = []
@@ -202,7 +252,10 @@ def _from_turns(messages: list[dict[str, str]]) -> Record:
 
 def _from_prompt(fields: dict[str, Any]) -> Record:
     answer = fields.get("completion")
-    return Record(text=_text(fields["prompt"]), answer=None if answer is None else _text(answer))
+    is_finished = fields.get("finish_reason") == "stop"
+    return Record(
+        text=_text(fields["prompt"]), answer=None if answer is None else _text(answer), is_finished=is_finished
+    )
 
 
 def _from_tokens(fields: dict[str, Any]) -> Record:
@@ -229,34 +282,35 @@ def _text(value: Any) -> str:
     return value
 
 
-def _judged(records: list[Record], llm: LLM, max_tokens: int, user: str) -> list[Trace]:
+def _judge(records: list[Record], llm: LLM, max_tokens: int, user: str, writer: _Writer) -> None:
     """Given answers in one pass each; the others are generated, all together."""
-    traces: dict[str, Trace] = {}
     unanswered: list[Request] = []
-    num_too_long = 0
+    num_unusable = 0
     for number, record in enumerate(records):
-        request, output = _request(record, llm, max_tokens, user, number)
         try:
+            request, output = _request(record, llm, max_tokens, user, number)
             if output is None:
                 llm.engine.check(request)
                 unanswered.append(request)
             else:
-                traces[request.id] = judged_trace(llm.engine.runner.target, request, output, llm.target_fingerprint)
-        except ValueError:
-            num_too_long += 1
+                writer.add(judged_trace(llm.engine.runner.target, request, output, llm.target_fingerprint))
+        except (ValueError, UserError):  # too long, empty, or a chat the template does not take
+            num_unusable += 1
         print(f"\r{number + 1} of {len(records)} records read", end="", file=sys.stderr, flush=True)
-    llm.engine.trace_sink = lambda trace: traces.update({trace.request_id: trace})
+    llm.engine.trace_sink = writer.add
     llm.add(unanswered)
     llm.run()
-    if num_too_long:
-        print(f"\n{num_too_long} records do not fit the model's context and were left out.", file=sys.stderr)
-    if not traces:
-        raise UserError("No record could be used.")
-    return list(traces.values())
+    if num_unusable:
+        print(
+            f"\n{num_unusable} records do not fit the model's context or template and were left out.", file=sys.stderr
+        )
 
 
 def _request(record: Record, llm: LLM, max_tokens: int, user: str, number: int) -> tuple[Request, list[int] | None]:
-    prompt: Any = record.messages or record.text or record.prompt_token_ids
+    prompt: Any = record.messages if record.messages is not None else record.text
+    prompt = record.prompt_token_ids if prompt is None else prompt
+    if isinstance(prompt, str) and prompt.startswith(llm.tokenizer.bos_text or "\0"):
+        prompt = llm.tokenizer.encode_text(prompt)  # as exported: with its special tokens written out
     sampling = SamplingParams(max_tokens=max_tokens)
     request = llm.request(prompt, sampling, client=user)
     request = replace(request, id=f"{request.id}-import{number}")
@@ -264,5 +318,5 @@ def _request(record: Record, llm: LLM, max_tokens: int, user: str, number: int) 
         return request, record.output_token_ids
     if record.answer is None:
         return request, None
-    ends = llm.tokenizer.eos_token_ids[-1:] if record.messages else ()
+    ends = llm.tokenizer.eos_token_ids[-1:] if record.messages or record.is_finished else ()
     return request, [*llm.tokenizer.encode_text(record.answer), *ends]

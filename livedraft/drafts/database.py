@@ -18,6 +18,7 @@ from livedraft.events import Event
 from livedraft.records import UserError
 
 DATABASE_NAME = "livedraft.db"
+_SCRUB_TRIES = 50
 MAX_EVENTS = 5000
 """Kept on disk; the oldest go first."""
 
@@ -55,7 +56,7 @@ DATABASE_SCHEMA_VERSION = len(_MIGRATIONS)
 def open_database(state: Path) -> Iterator[sqlite3.Connection]:
     """A short-lived connection: WAL, busy timeout, one transaction. Raises UserError for another schema or a full disk."""
     try:
-        state.mkdir(parents=True, exist_ok=True)
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)  # traces hold what people wrote
         connection = sqlite3.connect(state / DATABASE_NAME, timeout=10.0)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"The state folder {state} cannot be used ({error}); give another with --state.") from error
@@ -129,9 +130,19 @@ def scrub_database(state: Path) -> None:
     connection = sqlite3.connect(state / DATABASE_NAME, timeout=10.0, isolation_level=None)
     try:
         connection.execute("VACUUM")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for _ in range(_SCRUB_TRIES):
+            is_busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            if not is_busy:
+                break
+            time.sleep(0.1)
+    except sqlite3.Error as error:
+        raise UserError(
+            f"Deleted rows could not be overwritten ({error}); free disk space and delete again."
+        ) from error
     finally:
         connection.close()
+    if is_busy:
+        raise UserError("Deleted rows could not be overwritten while the database was in use; delete again.")
 
 
 def write_status(state: Path, name: str, fields: dict[str, Any]) -> None:
@@ -189,9 +200,10 @@ def record_events(state: Path, events: Iterable[Event]) -> None:
 
 
 def read_events(state: Path, *, after_id: int = 0, limit: int = 100) -> list[Event]:
-    """The newest `limit` events after that id, oldest first; each with its `id`."""
+    """The newest `limit` events or, with `after_id`, the next ones after that; oldest first, each with its `id`."""
+    order = "ASC" if after_id else "DESC"
     with open_database(state) as database:
         rows = database.execute(
-            "SELECT id, time, name, fields FROM events WHERE id > ? ORDER BY id DESC LIMIT ?", (after_id, limit)
+            f"SELECT id, time, name, fields FROM events WHERE id > ? ORDER BY id {order} LIMIT ?", (after_id, limit)
         ).fetchall()
-    return [{"id": row[0], "time": row[1], "event": row[2], **json.loads(row[3])} for row in reversed(rows)]
+    return [{"id": row[0], "time": row[1], "event": row[2], **json.loads(row[3])} for row in sorted(rows)]

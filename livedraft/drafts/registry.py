@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from safetensors import SafetensorError
 
 from livedraft.drafts.database import open_database
-from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
+from livedraft.drafts.weights import DamagedDraftError, DraftWeights, file_sha256, load_draft
 from livedraft.records import DraftVersion, UserError
 
 WEIGHTS_NAME, MANIFEST_NAME, POINTER_NAME = "draft.safetensors", "manifest.json", "in_service.json"
@@ -57,42 +57,76 @@ class Registry:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(f"A draft version could not be stored in {self.drafts_folder}: {error}.") from error
-        with open_database(self.state) as database:
-            _add_row(database, version, status)
+        try:
+            with open_database(self.state) as database:
+                _add_row(database, version, status)
+        except UserError:
+            shutil.rmtree(self.folder(version.id), ignore_errors=True)
+            raise
         if status == "in_service":
             self._point_to(version.id, version.route)
         return version
 
     def reject(self, version_id: str, decision: dict[str, Any]) -> None:
-        """By the gate."""
+        """By the gate. A version that an operator has put into service meanwhile stays there."""
         with open_database(self.state) as database:
-            _decide(database, version_id, "rejected", decision)
-        shutil.rmtree(self.folder(version_id), ignore_errors=True)  # the row and its numbers stay
+            is_rejected = _decide(database, version_id, "rejected", decision, only_from=("candidate",))
+        if is_rejected:
+            shutil.rmtree(self.folder(version_id), ignore_errors=True)  # the row and its numbers stay
+
+    def reject_candidates(self, route: str) -> None:
+        """Those that nobody will test any more."""
+        with open_database(self.state) as database:
+            rows = database.execute(
+                "SELECT id FROM versions WHERE route = ? AND status = 'candidate' AND parent IS NOT NULL"
+                " AND json_extract(manifest, '$.num_requests_seen') > 0",
+                (route,),
+            ).fetchall()
+        for (version_id,) in rows:
+            self.reject(version_id, {"reason": "training ended before its test"})
 
     def start_canary(self, version_id: str, decision: dict[str, Any]) -> None:
         """The gate let it through; the watch decides whether it stays."""
         with open_database(self.state) as database:
-            _decide(database, version_id, "canary", decision)
+            _decide(database, version_id, "canary", decision, only_from=("candidate",))
 
-    def withdraw(self, version_id: str, reason: dict[str, Any], status: str = "rolled_back") -> None:
-        """A canary, or a version that cannot be read, leaves; what is in service stays."""
+    def withdraw(self, version_id: str, reason: dict[str, Any], status: str = "rolled_back") -> bool:
+        """A canary, or a version that cannot be read, leaves; what is in service stays. False when it is in service by now."""
         with open_database(self.state) as database:
-            _decide(database, version_id, status, reason)
+            return _decide(database, version_id, status, reason, only_from=("candidate", "canary", "retired"))
+
+    def note(self, version_id: str, numbers: dict[str, Any]) -> None:
+        """Numbers for the record of a version, whatever its status."""
+        with open_database(self.state) as database:
+            database.execute(
+                "UPDATE versions SET decision = json_patch(coalesce(decision, '{}'), ?) WHERE id = ?",
+                (json.dumps(numbers), version_id),
+            )
 
     def serve(
-        self, version_id: str, route: str, reason: dict[str, Any], *, status_of_current: str = "retired"
+        self,
+        version_id: str,
+        route: str,
+        reason: dict[str, Any],
+        *,
+        status_of_current: str = "retired",
+        only_from: tuple[str, ...] | None = None,
     ) -> DraftVersion:
         """This version from now on: a canary that did well, or an operator's word. One transaction, so a reader sees exactly
         one in service.
 
-        Raises UserError for one that is not on disk or of another route.
+        Raises UserError for one that is not on disk or of another route, or whose status is none of `only_from` any more.
         """
         if not self.weights_path(version_id).exists():
             raise UserError(f"There is no version {version_id!r} in {self.drafts_folder}; see `livedraft drafts list`.")
         with open_database(self.state) as database:
-            row = database.execute("SELECT manifest, route FROM versions WHERE id = ?", (version_id,)).fetchone()
+            row = database.execute(
+                "SELECT manifest, route, status FROM versions WHERE id = ?", (version_id,)
+            ).fetchone()
             if row is None or row[1] != route:
                 raise UserError(f"Version {version_id} does not belong to route {route}.")
+            if only_from is not None and row[2] not in only_from:
+                raise UserError(f"Version {version_id} is {row[2]} by now.")
             database.execute(
                 "UPDATE versions SET status = ?, decided_at = ? WHERE route = ? AND status = 'in_service' AND id != ?",
                 (status_of_current, time.time(), route, version_id),
@@ -103,23 +137,26 @@ class Registry:
         return DraftVersion(**json.loads(row[0]))
 
     def roll_back(self, route: str, reason: dict[str, Any]) -> DraftVersion:
-        """Put the version before the one in service back. Raises UserError when there is none on disk."""
+        """Put the version that served last before the one in service back. Raises UserError when there is none on disk."""
         current = self.in_service(route)
-        parent = current.parent if current else None
-        while parent is not None and not self.weights_path(parent).exists():
-            parent = self.manifest(parent).get("parent")
-        if current is None or parent is None:
-            raise UserError(f"Route {route} has no earlier version to go back to.")
         with open_database(self.state) as database:
-            _decide(database, current.id, "in_service", reason)  # its numbers say why it left
-        return self.serve(parent, route, {}, status_of_current="rolled_back")
+            retired = database.execute(
+                "SELECT id FROM versions WHERE route = ? AND status = 'retired' ORDER BY decided_at DESC, rowid DESC",
+                (route,),
+            ).fetchall()
+        before = next((version_id for (version_id,) in retired if self.weights_path(version_id).exists()), None)
+        if current is None or before is None:
+            raise UserError(f"Route {route} has no earlier version to go back to.")
+        self.note(current.id, reason)  # its numbers say why it left
+        return self.serve(before, route, {}, status_of_current="rolled_back")
 
     def set_aside(self, version_id: str, reason: str) -> None:
         """A folder that cannot be used is kept under another name, for whoever wants to look."""
         folder = self.folder(version_id)
         if folder.exists():
             os.replace(folder, folder.with_name(f"{version_id}.damaged-{uuid.uuid4().hex[:6]}"))
-        self.withdraw(version_id, {"set_aside": reason}, status="set_aside")
+        with open_database(self.state) as database:
+            _decide(database, version_id, "set_aside", {"set_aside": reason})
 
     def _prune(self, route: str) -> None:
         """Folders of versions that left service long ago."""
@@ -219,13 +256,13 @@ class Registry:
         try:
             found = file_sha256(path)
         except OSError as error:
-            raise UserError(f"The weights of version {version.id} cannot be read ({error}).") from error
+            raise DamagedDraftError(f"The weights of version {version.id} cannot be read ({error}).") from error
         if found != version.sha256:
-            raise UserError(f"{path} does not match its checksum; the file is damaged.")
+            raise DamagedDraftError(f"{path} does not match its checksum; the file is damaged.")
         weights = load_draft(path)
         for name, tensor in weights.tensors.items():
             if not bool(tensor.isfinite().all()):
-                raise UserError(f"Version {version.id} holds values that are no numbers (in {name}).")
+                raise DamagedDraftError(f"Version {version.id} holds values that are no numbers (in {name}).")
         return weights
 
     def manifest(self, version_id: str) -> dict[str, Any]:
@@ -249,13 +286,24 @@ def _add_row(database: sqlite3.Connection, version: DraftVersion, status: str) -
     )
 
 
-def _decide(database: sqlite3.Connection, version_id: str, status: str, numbers: dict[str, Any]) -> None:
-    """The gate's numbers, the watch's and an operator's word gather in one record."""
+def _decide(
+    database: sqlite3.Connection,
+    version_id: str,
+    status: str,
+    numbers: dict[str, Any],
+    *,
+    only_from: tuple[str, ...] | None = None,
+) -> bool:
+    """The gate's numbers, the watch's and an operator's word gather in one record. With `only_from` nothing happens, and the
+    answer is False, when somebody else has decided first: trainer, watch and operator are three processes."""
+    marks = ", ".join("?" * len(only_from)) if only_from else ""
     changed = database.execute(
-        "UPDATE versions SET status = ?, decided_at = ?, decision = json_patch(coalesce(decision, '{}'), ?) WHERE id = ?",
-        (status, time.time(), json.dumps(numbers), version_id),
+        "UPDATE versions SET status = ?, decided_at = ?, decision = json_patch(coalesce(decision, '{}'), ?) WHERE id = ?"
+        + (f" AND status IN ({marks})" if only_from else ""),
+        (status, time.time(), json.dumps(numbers), version_id, *(only_from or ())),
     ).rowcount
-    assert changed == 1, f"unknown version {version_id}"
+    assert changed == 1 or only_from, f"unknown version {version_id}"
+    return changed == 1
 
 
 def _read_manifest(path: Path) -> DraftVersion | None:
@@ -274,7 +322,7 @@ def lock_state(state: Path) -> TextIO:
     """One process owns a state folder; the lock goes with it."""
     file = None
     try:
-        state.mkdir(parents=True, exist_ok=True)
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)  # traces hold what people wrote
         file = (state / "lock").open("w")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

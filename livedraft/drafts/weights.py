@@ -25,6 +25,10 @@ from livedraft.models.native import linear_kinds
 from livedraft.records import UserError
 
 
+class DamagedDraftError(UserError):
+    """The file itself is at fault; any other error may be the machine's or the installation's."""
+
+
 @dataclass(kw_only=True)
 class DraftWeights:
     """Named float32 tensors plus `draft_to_target_W`: the target id of each head row, ascending.
@@ -52,6 +56,21 @@ class DraftWeights:
     @property
     def vocabulary_size(self) -> int:
         return self.draft_to_target_W.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """The context of a whole model; None for layers of the target."""
+        if self.hf_config is not None:
+            names = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+            return next((int(self.hf_config[name]) for name in names if self.hf_config.get(name)), None)
+        return self.config.max_positions if self.config is not None else None
+
+    @property
+    def num_input_tokens(self) -> int | None:
+        """Token ids a whole model can read; None for layers of the target, which read all."""
+        if self.hf_config is not None:
+            return int(self.hf_config["vocab_size"])
+        return self.config.vocabulary_size if self.config is not None else None
 
 
 def draft_from_target(model: LoadedModel, *, num_layers: int, token_ids: list[int]) -> DraftWeights:
@@ -170,23 +189,45 @@ def serving_weights(
     return decoder_weights(draft, embedding_VD, dtype=path.dtype, device=path.device, kinds=linear_kinds(path, config))
 
 
-def check_against_target(draft: DraftWeights, config: ModelConfig, origin: str) -> None:
-    """Raises UserError naming the first tensor that does not fit the target, or a whole model's own config."""
-    V = config.vocabulary_size
-    config = draft.config or config
-    D = config.width
-    expected = {"final_norm": (D,), "head": (draft.vocabulary_size, D)}
-    for name, shape in expected.items():
-        found = draft.tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            raise UserError(f"{origin} does not fit this target: {name} should have shape {shape}.")
-    if int(draft.draft_to_target_W.min()) < 0 or int(draft.draft_to_target_W.max()) >= V:
+def check_against_target(
+    draft: DraftWeights, config: ModelConfig | None, origin: str, target_vocabulary_size: int
+) -> None:
+    """Raises UserError naming the first tensor that does not fit `config`: the target's, or a whole model's own. Kernels trust
+    these shapes, so every tensor is looked at."""
+    ids_W = draft.draft_to_target_W
+    if ids_W.numel() == 0 or int(ids_W.min()) < 0 or int(ids_W.max()) >= target_vocabulary_size:
         raise UserError(f"{origin} does not fit this target: its vocabulary names tokens the target does not have.")
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_width
+    if draft.hf_config is not None or config is None:
+        return  # transformers checks its own shapes
+    expected = _expected_shapes(draft, config)
+    for name in sorted(expected.keys() | draft.tensors.keys()):
+        found = draft.tensors.get(name)
+        if found is None or name not in expected or tuple(found.shape) != expected[name]:
+            shape = f"should have shape {expected[name]}" if name in expected else "is not known"
+            raise UserError(f"{origin} does not fit this target: {name} {shape}.")
+
+
+def _expected_shapes(draft: DraftWeights, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    D, F, E = config.width, config.feed_forward_width, config.head_width
+    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * E
+    shapes: dict[str, tuple[int, ...]] = {"final_norm": (D,), "head": (draft.vocabulary_size, D)}
+    if draft.config is not None:
+        shapes["embedding"] = (config.vocabulary_size, D)
     for index in range(draft.num_layers):
-        found = draft.tensors.get(f"layers.{index}.query_key_value.weight")
-        if found is None or tuple(found.shape) != (qkv_rows, D):
-            raise UserError(f"{origin} does not fit this target: layer {index} has another shape.")
+        layer = {
+            "attention_norm": (D,),
+            "query_key_value.weight": (qkv_rows, D),
+            "attention_output.weight": (D, config.num_heads * E),
+            "feed_forward_norm": (D,),
+            "gate_up.weight": (2 * F, D),
+            "down.weight": (D, F),
+        }
+        if config.has_qkv_bias:
+            layer["query_key_value.bias"] = (qkv_rows,)
+        if config.has_qk_norm:
+            layer |= {"query_norm": (E,), "key_norm": (E,)}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
 
 def save_draft(draft: DraftWeights, path: Path) -> str:
@@ -211,7 +252,7 @@ def load_draft(path: Path) -> DraftWeights:
             hf_config=json.loads(metadata["hf_config"]) if "hf_config" in metadata else None,
         )
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged or no draft ({error}).") from error
+        raise DamagedDraftError(f"{path} is damaged or no draft ({error}).") from error
 
 
 def file_sha256(path: Path) -> str:

@@ -133,6 +133,9 @@ class Drafting:
             return
         previous = self.version
         # Caches of drafts that are new are empty: running requests catch up by the rule of lag.
+        for draft in (lineup.service, lineup.second):
+            if draft is not None:
+                self.failures.pop(draft.version, None)  # whoever offers it again wants it tried again
         service = self._resident(lineup.service, lineup.prior)
         second = self._resident(lineup.second, lineup.second_prior)
         self.service, self.second, self._share = service, second, lineup.share if second else 0.0

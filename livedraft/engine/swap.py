@@ -13,6 +13,7 @@ An operator's choice is in service at once and watched like step 3; a roll-back 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +67,9 @@ class SwapWatcher:
         self._serving = registry.in_service(route)
         self._draft = engine.draft
         self.trial: Trial | None = None
+        self._refused: set[str] = set()
+        self._last_problem = ""
+        self._resumes_watch = True
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="swap-watcher", daemon=True)
         self._thread.start()
@@ -81,14 +85,22 @@ class SwapWatcher:
                 try:
                     part()
                 except Exception as error:  # a thread that dies silently would end all swaps
-                    self._events.emit("swap_failed", reason=f"{type(error).__name__}: {error}")
+                    problem = f"{type(error).__name__}: {error}"
+                    if problem != self._last_problem:  # it looks several times a second
+                        self._events.emit("swap_failed", reason=problem)
+                    self._last_problem = problem
 
     def look(self) -> None:
         """Follow the registry, then judge what is on trial. Raises UserError as the registry."""
         serving, canary = self._registry.in_service(self._route), self._registry.canary(self._route)
-        if serving is not None and (self._serving is None or serving.id != self._serving.id):
+        is_other = serving is not None and (self._serving is None or serving.id != self._serving.id)
+        if serving is not None and is_other and serving.id not in self._refused:
             self._take_over(serving)
             return
+        if self._resumes_watch:
+            self._resumes_watch = False
+            self._resume_watch()
+        self._leave_failed_draft()
         if (
             self.trial is not None
             and self.trial.stage == "canary"
@@ -106,6 +118,7 @@ class SwapWatcher:
         """By an operator's word, or a roll-back."""
         draft = self._built(version)
         if draft is None:
+            self._refused.add(version.id)
             if self._serving is not None:  # what serves now is the last good one
                 self._registry.serve(self._serving.id, self._route, {})
                 self._registry.set_aside(version.id, "cannot be served")
@@ -126,7 +139,9 @@ class SwapWatcher:
             return
         decision = self._registry.version(canary.id)["decision"] or {}
         if self._serving is None or self._draft is None or not self._pays():
-            self._serving, self._draft = self._registry.serve(canary.id, self._route, {"canary": "not needed"}), draft
+            numbers = {"canary": "not needed", "watched": True}
+            self._serving = self._registry.serve(canary.id, self._route, numbers, only_from=("canary",))
+            self._draft = draft
             self._end_trial(prior=decision.get("alpha"))
             return
         self._start_trial("canary", canary, draft, self._serving, self._draft, decision)
@@ -141,7 +156,33 @@ class SwapWatcher:
     def _pays(self) -> bool:
         """Whether the draft in service is drafted with at all."""
         service = self._engine.drafting.service
-        return service is not None and service.lengths.best(1) > 0
+        if service is None:
+            return False
+        fixed = service.lengths.fixed
+        return service.lengths.best(1) > 0 if fixed is None else fixed > 0
+
+    def _resume_watch(self) -> None:
+        """A server that ended in the middle of a watch goes on with it."""
+        if self._serving is None or self._draft is None or self._draft.version != self._serving.id:
+            return
+        decision = self._registry.version(self._serving.id)["decision"] or {}
+        manifest = self._registry.manifest(decision.get("replaced", ""))
+        if decision.get("watched") or not manifest:
+            return
+        old = DraftVersion(**manifest)
+        old_draft = self._built(old) if self._registry.weights_path(old.id).exists() else None
+        if old_draft is not None:
+            self._start_trial("watched", self._serving, self._draft, old, old_draft, decision)
+
+    def _leave_failed_draft(self) -> None:
+        """The draft in service has failed outside a trial: the version before it, if there is one, is better than none."""
+        if self.trial is not None or self._serving is None or self._serving.id in self._refused:
+            return
+        failure = self._engine.drafting.failures.get(self._serving.id)
+        if failure is not None:
+            self._refused.add(self._serving.id)
+            with contextlib.suppress(UserError):
+                self._registry.roll_back(self._route, {"watch": f"it failed: {failure}"})
 
     def _start_trial(
         self, stage: Stage, new: DraftVersion, new_draft: DraftModel, old: DraftVersion, old_draft: DraftModel,
@@ -184,14 +225,17 @@ class SwapWatcher:
         if judgement.finding == "worse":
             self._roll_back(trial, numbers)
         elif judgement.finding == "fine" and trial.stage == "canary":
+            numbers["replaced"] = trial.old.id
+            self._serving = self._registry.serve(trial.new.id, self._route, numbers, only_from=("canary",))
+            self._draft = trial.new_draft
             self._events.emit("canary_confirmed", version=trial.new.id, previous=trial.old.id, **numbers)
-            self._serving, self._draft = self._registry.serve(trial.new.id, self._route, numbers), trial.new_draft
             self._start_trial("watched", trial.new, trial.new_draft, trial.old, trial.old_draft, trial.decision)
         elif (
             judgement.finding == "fine"
             or (is_next_waiting and new.num_rounds >= CANARY_ROUNDS)
             or trial.old.id in failures
         ):
+            self._registry.note(trial.new.id, {"watched": True})
             self._events.emit("watch_ended", version=trial.new.id, previous=trial.old.id, **numbers)
             self._end_trial()
 
@@ -199,7 +243,7 @@ class SwapWatcher:
         if trial.stage == "canary":
             self._registry.withdraw(trial.new.id, numbers)
         else:
-            self._registry.withdraw(trial.new.id, numbers, status="in_service")  # the numbers first, then who serves
+            self._registry.note(trial.new.id, numbers)
             self._registry.serve(trial.old.id, self._route, {}, status_of_current="rolled_back")
         self._serving, self._draft = trial.old, trial.old_draft
         self._events.emit("draft_rolled_back", version=trial.new.id, previous=trial.old.id, **numbers)

@@ -80,7 +80,7 @@ class Capture:
             allowed = self._redact(trace)
         except Exception as error:
             self.num_dropped += 1
-            self._events.emit("redaction_failed", reason=f"{type(error).__name__}: {error}")
+            self._events.emit("redaction_failed", reason=type(error).__name__)  # its text may quote the prompt
             return None
         self.num_redacted += allowed is not trace
         return allowed

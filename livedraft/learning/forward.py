@@ -23,6 +23,7 @@ from livedraft.models.config import ModelConfig
 from livedraft.models.decoder import RotaryTable, run_layers
 from livedraft.models.load import load_embedding_and_head
 from livedraft.models.open import vocabulary_size_of
+from livedraft.records import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,5 +144,12 @@ def _recipe(hf_config: str) -> tuple[Any, tuple[str, str]]:
     module = module_of_config(json.loads(hf_config))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     head = module.get_output_embeddings()
+    tokens_BT = torch.arange(4)[None]
+    with torch.no_grad():
+        hidden_BTD = module.base_model(tokens_BT, use_cache=False).last_hidden_state
+        if not torch.allclose(head(hidden_BTD), module(tokens_BT, use_cache=False).logits, atol=1e-3, rtol=1e-3):
+            raise UserError(
+                f"{type(module).__name__} scales or caps its logits after the head; such a draft can serve but not learn."
+            )
     bias = getattr(head, "bias", None)
     return module, (names[id(head.weight)], "" if bias is None else names[id(bias)])

@@ -18,6 +18,9 @@ from livedraft.learning.vocabulary import VocabularyUse
 MAX_KEPT_EXAMPLES = 2000
 """Replay window, in traces."""
 MAX_HELD_OUT = 200
+MAX_FRESH = 1000
+"""New requests that may wait; when training cannot keep up the oldest are passed over."""
+MAX_EVIDENCE = 400
 MIN_FROM_ONE_CLIENT = 16
 """Requests of one client that may always be evidence; beyond them no more than all others have together."""
 DRIFT_TRACES = 64
@@ -51,6 +54,10 @@ class Memory:
         self.examples: OrderedDict[int, Example] = OrderedDict()
         """Trained on at least once, oldest first."""
         self.held_out: OrderedDict[int, Example] = OrderedDict()
+        self._waiting: Counter[int] = Counter()
+        """By prompt: copies among `fresh`."""
+        self.num_passed_over = 0
+        """New requests that were never trained on because too many waited."""
         self.copies: Counter[int] = Counter()
         """By prompt: how often it was in a batch."""
         self._used_at: dict[int, int] = {}
@@ -59,6 +66,10 @@ class Memory:
         self.newest_trained_id = 0
         self.num_trained = 0
         self._num_after_drift = DRIFT_TRACES
+
+    def has_trained_id(self, trace_id: int) -> bool:
+        """Also of traces too old to be remembered one by one."""
+        return trace_id in self.trained_ids or (bool(self.trained_ids) and trace_id < min(self.trained_ids))
 
     def has_trained_on(self, example: Example) -> bool:
         return self.copies[example.prompt_key] > 0
@@ -70,9 +81,13 @@ class Memory:
             if len(self.held_out) > MAX_HELD_OUT:
                 self.held_out.popitem(last=False)
             return
-        num_waiting = sum(one.prompt_key == example.prompt_key for one in self.fresh)
-        if self.copies[example.prompt_key] + num_waiting < self._config.max_passes and example.teaches:
+        key = example.prompt_key
+        if self.copies[key] + self._waiting[key] < self._config.max_passes and example.teaches:
             self.fresh.append(example)
+            self._waiting[key] += 1
+        if len(self.fresh) > MAX_FRESH:
+            self._waiting[self.fresh.pop(0).prompt_key] -= 1
+            self.num_passed_over += 1
 
     def add_trained(self, example: Example) -> None:
         """One that trained before a restart."""
@@ -105,6 +120,7 @@ class Memory:
             by_client[example.client_key] += 1
         chosen = sorted(chosen + passed_over[: size - len(chosen)])
         chunk = [self.fresh[index] for index in chosen]
+        self._waiting.subtract(example.prompt_key for example in chunk)
         self.fresh = [example for index, example in enumerate(self.fresh) if index not in set(chosen)]
         return chunk
 
@@ -127,7 +143,7 @@ class Memory:
         batch: list[Example] = []
         by_client = Counter(example.client_key for example in beside)
         most = max(1, (count + len(beside)) // 2)
-        prompts: set[int] = set()
+        prompts = {example.prompt_key for example in beside}
         for example in usable:
             is_crowd = example.client_key and by_client[example.client_key] >= most
             if len(batch) < count and not is_crowd and example.prompt_key not in prompts:
@@ -139,7 +155,7 @@ class Memory:
     def _may_come_again(self, example: Example, spacing: float) -> bool:
         """Passes are few, and the same request twice in a row teaches little: `spacing` others were trained on in between."""
         key = example.prompt_key
-        if self.copies[key] >= self._config.max_passes:
+        if self.copies[key] + self._waiting[key] >= self._config.max_passes:
             return False
         return self.num_trained - self._used_at.get(key, 0) >= spacing
 
@@ -157,6 +173,8 @@ class Memory:
             self.newest_trained_id = max(self.newest_trained_id, example.trace_id)
         self._drop_oldest()
         self.num_trained += len(new)
+        for example in new:
+            self._used_at[example.prompt_key] = self.num_trained
 
     def _drop_oldest(self) -> None:
         while len(self.examples) > MAX_KEPT_EXAMPLES:
@@ -169,13 +187,18 @@ class Memory:
     def evidence(self, last_trained_id: int) -> list[Example]:
         """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
         newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
-        return _without_crowd([*self.held_out.values(), *newer])
+        return _without_crowd([*self.held_out.values(), *newer])[-MAX_EVIDENCE:]
 
     def forget_all_but(self, trace_ids: Collection[int]) -> None:
         for kept in (self.examples, self.held_out):
             for trace_id in [trace_id for trace_id in kept if trace_id not in trace_ids]:
                 del kept[trace_id]
         self.fresh = [example for example in self.fresh if example.trace_id in trace_ids]
+        self._waiting = Counter(example.prompt_key for example in self.fresh)
+        known = {example.prompt_key for example in (*self.examples.values(), *self.fresh)}
+        for counts in (self.copies, self._used_at):  # not even that a prompt was seen is kept
+            for key in [key for key in counts if key not in known]:
+                del counts[key]
 
     # --- surviving a kill ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from livedraft.events import Events
 
 EXIT_BAD_INPUT = 3
 """The worker's exit code for a state or model that will not get better by restarting."""
+CHECKPOINT_NAME = "trainer.checkpoint.safetensors"
 _YIELD_FLAG_NAME = "serving.flag"
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0
@@ -35,10 +36,8 @@ def worker_command(*, state: Path, target: Path, route: str, config: LearningCon
 
 def open_yield_flag(state: Path) -> mmap.mmap:
     """One byte shared with the worker: the serving process sets it while requests run or wait."""
-    path = state / _YIELD_FLAG_NAME
-    if not path.exists():
-        path.write_bytes(b"\0")
-    with path.open("r+b") as file:
+    with (state / _YIELD_FLAG_NAME).open("a+b") as file:
+        file.truncate(1)  # also one that a full disk left empty
         return mmap.mmap(file.fileno(), 1)
 
 
@@ -99,10 +98,18 @@ class TrainerProcess:
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             started = time.monotonic()
-            with self._open_log() as errors:
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=self._environment
+            try:
+                with self._open_log() as errors:
+                    self._process = subprocess.Popen(
+                        self._command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=self._environment
+                    )
+            except OSError as error:  # no memory or no process for now
+                self._events.emit(
+                    "trainer_died", exit_code=None, last_words=str(error), restart_in_seconds=LONGEST_BACKOFF_SECONDS
                 )
+                if self._closing.wait(LONGEST_BACKOFF_SECONDS):
+                    return
+                continue
             _lower_priority(self._process.pid)
             while self._process.poll() is None:
                 if self._closing.wait(_POLL_SECONDS):

@@ -9,6 +9,7 @@ Readers ignore tensor names they do not know, so a later schema can add some.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +17,8 @@ import shutil
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace, UserE
 HELD_OUT_SHARE = 10
 """One conversation in this many is held out."""
 _MAX_OPEN_SHARDS = 8
+_BEING_WRITTEN_SECONDS = 2.0
+"""A younger shard without rows may get them any moment, from a server at work."""
 _UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError)
 """What reading a damaged shard raises."""
 
@@ -80,7 +84,11 @@ class TraceStore:
         """Write one shard, then its rows. Raises OSError or UserError when the disk is full; then nothing is stored."""
         name = f"shard-{uuid.uuid4().hex}.safetensors"
         self._write(traces, name)
-        self._add_rows(traces, name)
+        try:
+            self._add_rows(traces, name)
+        except BaseException:
+            self._forget_file(name)  # nobody would find it, not even a deletion
+            raise
 
     def _write(self, traces: Sequence[Trace], name: str) -> None:
         """A whole shard or none."""
@@ -182,13 +190,17 @@ class TraceStore:
         if not self.folder.exists():
             return 0
         for leftover in self.folder.glob(".tmp-*"):
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)
+        with self._alone():
+            return self._adopt_lost_shards(youngest_seconds=0.0)
+
+    def _adopt_lost_shards(self, *, youngest_seconds: float) -> int:
         with open_database(self.state) as database:
             shards = {row[0] for row in database.execute("SELECT DISTINCT shard FROM traces").fetchall()}
             known_ids = {row[0] for row in database.execute("SELECT request_id FROM traces").fetchall()}
         num_found = 0
         for path in sorted(self.folder.glob("shard-*.safetensors")):
-            if path.name in shards:
+            if path.name in shards or time.time() - path.stat().st_mtime < youngest_seconds:
                 continue
             try:
                 traces = read_shard(path)
@@ -205,7 +217,14 @@ class TraceStore:
     # --- limits and deletion ----------------------------------------------------------------------------------------
 
     def enforce_limits(self, *, max_bytes: float, max_age_seconds: float) -> int:
-        """Remove the oldest shards past the limits, with their rows; returns how many traces went."""
+        """Remove the oldest shards past the limits, with their rows; returns how many traces went. Damaged files age too."""
+        with self._alone():
+            return self._enforce_limits(max_bytes, max_age_seconds)
+
+    def _enforce_limits(self, max_bytes: float, max_age_seconds: float) -> int:
+        for damaged in self.folder.glob("*.damaged"):
+            if time.time() - damaged.stat().st_mtime > max_age_seconds:
+                damaged.unlink(missing_ok=True)
         shards = []
         with open_database(self.state) as database:
             for shard, newest in database.execute(
@@ -223,30 +242,54 @@ class TraceStore:
 
     def delete_all(self) -> int:
         """Every trace, of everybody, with whatever is damaged."""
-        with open_database(self.state) as database:
-            count: int = database.execute("SELECT count(*) FROM traces").fetchone()[0]
-        for path in self.folder.glob("*") if self.folder.exists() else ():
-            self._open_shards.pop(path.name, None)
-            path.unlink()
-        with open_database(self.state) as database:
-            database.execute("DELETE FROM traces")
+        with self._alone():
+            with open_database(self.state) as database:
+                count: int = database.execute("SELECT count(*) FROM traces").fetchone()[0]
+            for path in self.folder.glob("*") if self.folder.exists() else ():
+                self._open_shards.pop(path.name, None)
+                path.unlink(missing_ok=True)  # a shard being written just now gets its name meanwhile
+            with open_database(self.state) as database:
+                database.execute("DELETE FROM traces")
+            self._remove_damaged()
         scrub_database(self.state)
         return count
 
     def delete_client(self, client_key: str) -> int:
         """Remove all traces of a client, rewriting the shards they share with others, so that nothing of them is left on
-        disk: not in a shard, a damaged file, the database or its log. Returns how many."""
-        with open_database(self.state) as database:
-            found = database.execute("SELECT shard, row FROM traces WHERE client_key = ?", (client_key,)).fetchall()
-        doomed: dict[str, set[int]] = {}
-        for shard, row in found:
-            doomed.setdefault(shard, set()).add(row)
-        for shard, rows in doomed.items():
-            self._rewrite_shard(shard, rows)
-        for damaged in self.folder.glob("*.damaged"):  # nobody can say whose it was
-            damaged.unlink()
+        disk: not in a shard, a damaged file, the database or its log. Returns how many.
+
+        Raises UserError, and can be done again, when the disk is full or the database in use.
+        """
+        with self._alone():
+            self._adopt_lost_shards(youngest_seconds=_BEING_WRITTEN_SECONDS)
+            with open_database(self.state) as database:
+                found = database.execute("SELECT shard, row FROM traces WHERE client_key = ?", (client_key,)).fetchall()
+            doomed: dict[str, set[int]] = {}
+            for shard, row in found:
+                doomed.setdefault(shard, set()).add(row)
+            try:
+                for shard, rows in doomed.items():
+                    self._rewrite_shard(shard, rows)
+            except OSError as error:
+                raise UserError(
+                    f"Not all traces could be deleted ({error}); free disk space and delete again."
+                ) from error
+            self._remove_damaged()
         scrub_database(self.state)
         return len(found)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Deletions and limits move rows between shards: one process at a time."""
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.state / "traces.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _remove_damaged(self) -> None:
+        """Nobody can say whose they were."""
+        for damaged in (*self.folder.glob("*.damaged"), *self.state.glob("livedraft.db.damaged-*")):
+            damaged.unlink(missing_ok=True)
 
     def _rewrite_shard(self, shard: str, doomed: set[int]) -> None:
         try:

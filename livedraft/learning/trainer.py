@@ -86,6 +86,10 @@ class _Sums:
     num_used: int = 0
 
 
+class NotEnoughMemoryError(UserError):
+    """For now: other processes may end."""
+
+
 class BadStepError(ArithmeticError):
     """A step that would have ruined the weights."""
 
@@ -121,6 +125,7 @@ class Trainer:
     def restart_from(self, draft: DraftWeights) -> None:
         """Train on from these weights, the optimiser's memory empty."""
         self._kind = replace(draft, tensors={})
+        self._kind_inputs = draft.num_input_tokens
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in draft.tensors.items()}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=self.base_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
@@ -128,6 +133,11 @@ class Trainer:
         self.averaged = {name: tensor.clone() for name, tensor in draft.tensors.items()}
         self.num_steps = self.schedule_step = 0
         self._set_vocabulary(draft.draft_to_target_W)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Token ids below it can be read by the draft; a whole model may know fewer than the target."""
+        return min(self.target.vocabulary_size, self._kind_inputs or self.target.vocabulary_size)
 
     # --- surviving a kill ---------------------------------------------------------------------------------------------
 
@@ -285,6 +295,7 @@ class Trainer:
                 reference.weights.head(reference_hidden_ND[rows]).float(), reference_rows_NK[rows], log_probs_NK
             )
             gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
+        torch.clear_autocast_cache()  # casts made without gradients must not be reused by the pass that needs them
         self.flops += 2.0 * reference.weights.num_weights * batch.token_ids_BT.numel()
         keeps_N = keep_largest(torch.cat(gains), self.config.select_fraction)
         is_control_B = batch.trace_ids_B % CONTROL_SHARE == 0
@@ -308,8 +319,18 @@ class Trainer:
                 hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
                 for index, example in enumerate(micro_batch):
                     rows = torch.nonzero(batch.example_N == index)[:, 0]
-                    logits_TW = weights.head(hidden_ND[rows]).float()
-                    scores[order[id(example)]] = _score_example(example, batch, rows, logits_TW)
+                    parts = [
+                        _score_rows(example, batch, some, weights.head(hidden_ND[some]).float())
+                        for some in rows.split(ROWS_PER_CHUNK)
+                    ]
+                    overlap_T, matches_T, served_T = (torch.cat(columns) for columns in zip(*parts, strict=True))
+                    scores[order[id(example)]] = Score(
+                        alpha=overlap_T.mean().item(),
+                        alpha_t0=matches_T.mean().item(),
+                        alpha_served=served_T.mean().item(),
+                        num_positions=len(rows),
+                        served_overlap_T=served_T.numpy(),
+                    )
                 between()
         return [scores[index] for index in range(len(examples))]
 
@@ -380,14 +401,19 @@ def require_memory(draft: DraftWeights, config: LearningConfig) -> None:
     needed = 4 * (num_trainers * _COPIES_IN_TRAINING * num_weights + logits)
     free = available_memory_bytes()
     if needed > free:
-        raise UserError(
+        raise NotEnoughMemoryError(
             f"Training this draft needs about {needed / 2**30:.1f} GiB and the machine has {free / 2**30:.1f} free; take fewer "
             "num_draft_layers, a smaller max_vocabulary_size, or a fixed learning_rate."
         )
 
 
-def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor) -> Score:
-    """rows: the example's positions in the batch; logits_TW: the draft's logits there."""
+def _score_rows(
+    example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(Σ min, whether the most likely tokens match, Σ min as served) at some of an example's positions.
+
+    rows: their places in the batch; logits_TW: the draft's logits there.
+    """
     teacher_rows_TK, teacher_log_probs_TK = batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows]
     overlap_T = compare(logits_TW, teacher_rows_TK, teacher_log_probs_TK).overlap_N
     matches_T = teacher_rows_TK[:, 0] == logits_TW.argmax(-1)  # the teacher's tokens are sorted, best first
@@ -399,10 +425,4 @@ def _score_example(example: Example, batch: TrainBatch, rows: torch.Tensor, logi
         draft_probs_TW = logits_to_probs(logits_TW, example.sampling)
         draft_probs_TK = draft_probs_TW.gather(-1, teacher_rows_TK.clamp(min=0)) * (teacher_rows_TK >= 0)
         served_T = torch.minimum(target_probs_TK, draft_probs_TK).sum(-1)
-    return Score(
-        alpha=overlap_T.mean().item(),
-        alpha_t0=matches_T.float().mean().item(),
-        alpha_served=served_T.mean().item(),
-        num_positions=len(rows),
-        served_overlap_T=served_T.numpy(),
-    )
+    return overlap_T, matches_T.float(), served_T

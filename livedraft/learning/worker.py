@@ -41,12 +41,12 @@ from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import Memory
-from livedraft.learning.process import EXIT_BAD_INPUT, open_yield_flag
+from livedraft.learning.process import CHECKPOINT_NAME, EXIT_BAD_INPUT, open_yield_flag
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.selection import Reference
 from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
-from livedraft.records import DraftVersion, UserError
+from livedraft.learning.trainer import BadStepError, NotEnoughMemoryError, Score, Trainer, require_memory
+from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
 BUSY_PAUSE_SECONDS = {"gentle": 2.0, "on": 0.5, "eager": 0.0}
@@ -56,14 +56,19 @@ DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = 5.0
 """The status is written when it changes, and its figures at least this often."""
+MAX_READ_A_TURN, MAX_SCORED_A_TURN = 256, 16
+"""After a pause or an import thousands may wait: operators are heeded, candidates tested and steps taken in between."""
+MAX_KEPT_SCORES = 4000
+"""Of one version."""
 LONG_IDLE_SECONDS = 30.0
 """Without a new trace for so long, what can be replayed is replayed at once."""
 MAX_BAD_STEPS = 3
 """Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
+REQUESTS_TO_CLOSE = 64
+"""Served by one version without a roll-back: as many as the watch looks at."""
 MAX_COOLDOWN_DOUBLINGS = 5
 """The breaker: each roll-back in a row doubles what has to be learnt before the next candidate, up to 32 times; one version
 that stays closes it again."""
-_CHECKPOINT_NAME = "trainer.checkpoint.safetensors"
 _MAX_KEPT_DRAFTS = 4
 
 
@@ -79,6 +84,9 @@ class Worker:
         parts = TargetParts.load(target, draft)
         require_memory(draft, config)
         self.trainer = Trainer(config=config, target=parts, draft=draft, max_positions=max_positions)
+        self.max_tokens = min(max_positions, draft.max_positions or max_positions)
+        """Longer traces cannot be used: past the draft's context requests decode plainly."""
+        self.num_unusable = 0
         self.memory = Memory(config, parts.vocabulary_size)
         self.rate_trial = RateTrial(self.trainer, config) if config.learning_rate is None else None
         self.reference = Reference(config)
@@ -101,6 +109,8 @@ class Worker:
         """Through the gate, on trial in the serving process."""
         self.num_rolled_back = 0
         """In a row."""
+        self.num_served = 0
+        """Requests that the version in service has served since it came; enough of them close the breaker."""
         self.train_seconds = 0.0
         """Spent in steps and scores, pauses for serving not counted."""
         self.num_train_tokens = 0
@@ -111,8 +121,9 @@ class Worker:
         self._yield_flag = open_yield_flag(state)
         self._status = ""
         self._reported_at = 0.0
-        self._checkpoint_path = state / _CHECKPOINT_NAME
+        self._checkpoint_path = state / CHECKPOINT_NAME
         self._checkpointed_at = time.monotonic()
+        self.registry.reject_candidates(route)  # of a process that ended before their test
         self._resume()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -141,7 +152,8 @@ class Worker:
             return False
         self._follow_service()
         self._read_new_traces()
-        if self._score_new() or self._test_candidate():
+        has_scored = self._score_new()
+        if self._test_candidate():
             return True
         self._checkpoint_now_and_then()
         is_due = self._is_candidate_due()
@@ -149,6 +161,8 @@ class Worker:
             self._freeze_candidate()
         elif (batch := self.memory.next_batch()) is not None:
             self._train(*batch)
+        elif has_scored or self._to_score:
+            return True  # under steady load some traces always wait; they must not keep the rest of the turn from happening
         elif not self._replay():
             if not is_due:
                 return False
@@ -193,14 +207,14 @@ class Worker:
             canary, self.canary = self.canary, None
             if serving is not None and serving.id == canary.id:
                 self.in_service = serving
-                self.num_tests_since_promotion = self.num_rolled_back = 0
+                self.num_tests_since_promotion = self.num_served = 0
                 return
             self._start_again("the canary was rolled back")
         if serving is None or serving.id == self.in_service.id:
             return
         was_rolled_back = self.registry.version(self.in_service.id)["status"] == "rolled_back"
         self.in_service = serving
-        self.num_tests_since_promotion = 0
+        self.num_tests_since_promotion = self.num_served = 0
         self._start_again("the version in service was rolled back" if was_rolled_back else "another version serves now")
 
     def _start_again(self, reason: str) -> None:
@@ -208,6 +222,7 @@ class Worker:
         weights = self._draft(self.in_service.id)
         if weights is None:
             return
+        self.registry.reject_candidates(self.route)
         self.candidate = self.rate_trial = None
         self.trainer.restart_from(weights)
         if "rolled back" in reason:
@@ -219,26 +234,44 @@ class Worker:
 
     def _read_new_traces(self) -> None:
         num_set_aside = self.store.num_set_aside
-        for row in self.store.rows(after_id=self.last_trace_id, route=self.route):
+        if len(self._to_score) > MAX_READ_A_TURN:
+            return
+        for row in self.store.rows(after_id=self.last_trace_id, route=self.route, limit=MAX_READ_A_TURN):
             self.last_trace_id = row.id
             self._newest_at = time.monotonic()
             trace = self.store.read(row)
-            if trace is None or not trace.output_token_ids:
+            if trace is None or not self._can_use(trace):
                 continue
             example = example_from_trace(trace, row.id, self.config.positions)
-            if row.id in self.memory.trained_ids:
-                self.memory.add_trained(example)
-            else:
+            if row.alpha is None:
                 self._to_score.append((row, example))
+            elif self.memory.has_trained_id(row.id) and not row.is_held_out:
+                self.memory.add_trained(example)
+            else:  # scored before a restart: its score stands
+                self.memory.add(example, is_held_out=row.is_held_out)
         if self.store.num_set_aside > num_set_aside:
             self._emit("shards_set_aside", num_shards=self.store.num_set_aside - num_set_aside)
+
+    def _can_use(self, trace: Trace) -> bool:
+        """Of this target, and of a length and with tokens that the draft can take; what it cannot is counted."""
+        tokens = [*trace.prompt_token_ids, *trace.output_token_ids]
+        fits = (
+            bool(trace.output_token_ids)
+            and bool(trace.prompt_token_ids)
+            and trace.target_fingerprint == self.in_service.target_fingerprint
+            and len(tokens) <= self.max_tokens
+            and min(tokens) >= 0
+            and max(tokens) < self.trainer.num_input_tokens
+        )
+        self.num_unusable += not fits
+        return fits
 
     def _score_new(self) -> bool:
         """Prequential: with the version that served the request, before anything is trained on it."""
         if not self._to_score:
             return False
         self._report("scoring")
-        batch = self._to_score
+        batch = self._to_score[:MAX_SCORED_A_TURN]
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
             by_version.setdefault(row.draft_version, []).append(example)
@@ -249,9 +282,12 @@ class Worker:
             for example, score in zip(examples, self._scores(version, examples), strict=True):
                 found[example.trace_id] = (score.alpha, score.alpha_served, self.memory.has_trained_on(example))
         self.store.record_alpha(found)
-        self._to_score = []  # only now: a database that is locked costs a turn, not the traces
+        del self._to_score[: len(batch)]  # only now: a database that is locked costs a turn, not the traces
         for row, example in batch:
             self.memory.add(example, is_held_out=row.is_held_out)
+            self.num_served += row.draft_version == self.in_service.id
+        if self.num_served >= REQUESTS_TO_CLOSE:
+            self.num_rolled_back = 0
         self._watch_for_drift([found[trace_id][0] for trace_id in sorted(found)])
         return True
 
@@ -377,13 +413,13 @@ class Worker:
             seed=self.config.seed,
         )
         fields = {**decision.as_fields(), "alpha": _mean([score.alpha for score in candidate_scores])}
-        self.candidate = None
         if decision.promote:
             self.registry.start_canary(version.id, fields)
-            self.canary = version
+            self.candidate, self.canary = None, version
             self._emit("candidate_passed", version=version.id, **fields)
         else:
             self.registry.reject(version.id, fields)
+            self.candidate = None
             self._emit("candidate_rejected", version=version.id, **fields)
         return True
 
@@ -397,7 +433,10 @@ class Worker:
             with self._timed():
                 fresh = self.trainer.score(unknown, draft, self._between)
             known.update(zip((example.trace_id for example in unknown), fresh, strict=True))
-        return [known[example.trace_id] for example in examples]
+        found = [known[example.trace_id] for example in examples]
+        for trace_id in list(known)[: max(0, len(known) - MAX_KEPT_SCORES)]:
+            del known[trace_id]
+        return found
 
     # --- odds and ends ----------------------------------------------------------------------------------------------
 
@@ -450,9 +489,14 @@ class Worker:
             "next_candidate_after": max(0, self.num_needed - self.num_since_candidate),
             "num_rolled_back": self.num_rolled_back,
             "num_drifts": self.num_drifts,
+            "num_unusable": self.num_unusable,
+            "num_passed_over": self.memory.num_passed_over,
             "last_problem": self.last_problem,
         }
-        write_status(self.state, "trainer", fields)
+        try:
+            write_status(self.state, "trainer", fields)
+        except UserError as error:  # shown next time
+            print(f"status not written: {error}", file=sys.stderr, flush=True)
 
     def _say_problem(self, problem: str) -> None:
         if problem == self.last_problem:
@@ -484,6 +528,8 @@ class Worker:
             "num_since_candidate": self.num_since_candidate,
             "num_candidates": self.num_candidates,
             "num_rolled_back": self.num_rolled_back,
+            "num_tests_since_promotion": self.num_tests_since_promotion,
+            "is_rate_chosen": self.rate_trial is None,
             "in_service": self.in_service.id,
         }
         temporary = self._checkpoint_path.with_suffix(".tmp")
@@ -512,8 +558,12 @@ class Worker:
         self.memory.restore(counters)
         for name in ("num_since_candidate", "num_candidates", "num_rolled_back"):
             setattr(self, name, counters[name])
-        if self.trainer.num_steps:
-            self.rate_trial = None  # it was decided before
+        if counters["in_service"] == self.in_service.id:
+            self.num_tests_since_promotion = counters["num_tests_since_promotion"]
+            if counters["is_rate_chosen"]:
+                self.rate_trial = None
+            elif self.rate_trial is not None:
+                self.rate_trial = RateTrial(self.trainer, self.config)  # from the weights as they are now
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -544,16 +594,28 @@ def main() -> None:
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
     try:
-        Worker(
+        worker = Worker(
             state=arguments.state,
             target=arguments.target,
             route=arguments.route,
             config=config,
             max_positions=arguments.max_positions,
-        ).run()
+        )
     except UserError as error:
         print(error, file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(EXIT_BAD_INPUT if _is_final(error, arguments.state) else 1)
+    worker.run()
+
+
+def _is_final(error: UserError, state: Path) -> bool:
+    """Whether starting again would meet the same error: not where memory or the state folder are only short for now."""
+    if isinstance(error, NotEnoughMemoryError):
+        return False
+    try:
+        read_controls(state)
+    except UserError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -8,7 +8,14 @@ from typing import Any
 from livedraft.models.pull import resolve_model
 from livedraft.records import UserError
 
-_COMPUTED = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture", "general.file_type")
+_COMPUTED = (
+    "GGUF.version",
+    "GGUF.tensor_count",
+    "GGUF.kv_count",
+    "general.architecture",
+    "general.file_type",
+    "general.alignment",
+)
 """Keys the writer makes itself, or that no longer hold."""
 _FILE_TYPES = {"bf16": 32, "f32": 0}
 """llama.cpp's numbers for general.file_type."""
@@ -25,7 +32,13 @@ def export_gguf(model: str, file: Path, *, type: str) -> int:
     if file.resolve() == path.resolve():
         raise UserError("The output must be another file than the model itself.")
     try:
-        return _write(path, file, type)
+        partial = file.with_name(f".{file.name}.partial")
+        try:
+            num_tensors = _write(path, partial, type)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+        return num_tensors
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}).") from error
 
@@ -36,6 +49,8 @@ def _write(path: Path, file: Path, type: str) -> int:
     reader = GGUFReader(path)
     writer = GGUFWriter(file, str(reader.fields["general.architecture"].contents()))
     writer.add_file_type(_FILE_TYPES[type])
+    if "general.alignment" in reader.fields:
+        writer.add_custom_alignment(int(reader.fields["general.alignment"].contents()))
     for name, field in reader.fields.items():
         if name not in _COMPUTED:
             kind, *sub_kind = field.types

@@ -108,7 +108,8 @@ def _library() -> ctypes.CDLL | str:
 def _built(compiler: str) -> Path:
     """In the user's cache, by what it was made of. Built under another name and renamed: two processes may start at once."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    made_of = repr((_SOURCE.read_text(encoding="utf-8"), _FLAGS, version, torch.__version__, _cpu_name()))
+    parts = (_SOURCE.read_text(encoding="utf-8"), _FLAGS, version, torch.__version__, _openmp_libraries(), _cpu_name())
+    made_of = repr(parts)
     folder = platformdirs.user_cache_path("livedraft") / "kernels"
     path = folder / f"step-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if path.exists():

@@ -113,6 +113,8 @@ class DraftModel:
         for index, task in enumerate(tasks):
             start = self.lengths[task.slot]
             lacking = task.token_ids[start : start + shares[index]]
+            if lacking and max(lacking) >= self.decoder.vocabulary_size:
+                continue  # a whole model may know fewer tokens than the target: this request decodes plainly
             end = start + len(lacking)
             token_ids += lacking
             positions += range(start, end)

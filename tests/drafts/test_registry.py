@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_named():
     other = draft_from_target(random_model(TINY), num_layers=1, token_ids=[1, 2])
     other.tensors["head"] = other.tensors["head"][:, :5]
     with pytest.raises(UserError, match="head should have shape"):
-        check_against_target(other, TINY, "Draft x")
+        check_against_target(other, TINY, "Draft x", TINY.vocabulary_size)
     assert lowest_token_ids(10, 20) == list(range(10))
 
 
@@ -205,3 +205,65 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         registry.publish(full, version())
     assert not list(registry.drafts_folder.iterdir())
     assert not registry.versions()
+
+
+# --- three processes decide ------------------------------------------------------------------------------------------
+
+
+def test_whoever_comes_second_changes_nothing(tmp_path):
+    """Trainer, watch and operator may all decide on a version; a promoted one is neither rejected nor withdrawn."""
+    registry = Registry(tmp_path)
+    first = publish(registry, 0, "in_service")
+    second = publish(registry, 1, parent=first.id)
+    registry.serve(second.id, "default", {"promoted_by": "operator"})
+    registry.reject(second.id, {"promote": False})  # the gate comes late
+    assert not registry.withdraw(second.id, {})
+    registry.start_canary(second.id, {})
+    assert registry.in_service("default").id == second.id
+    assert registry.folder(second.id).exists()
+    third = publish(registry, 2, parent=second.id)
+    registry.start_canary(third.id, {})
+    assert registry.withdraw(third.id, {"rolled_back_by": "operator"})
+    with pytest.raises(UserError, match="rolled_back by now"):  # the watch confirms late
+        registry.serve(third.id, "default", {}, only_from=("canary",))
+    assert registry.in_service("default").id == second.id
+
+
+def test_a_roll_back_goes_to_what_served_before_not_to_the_parent(tmp_path):
+    registry = Registry(tmp_path)
+    first = publish(registry, 0, "in_service")
+    worse = publish(registry, 1, parent=first.id)
+    registry.serve(worse.id, "default", {})
+    registry.serve(first.id, "default", {}, status_of_current="rolled_back")  # the watch
+    third = publish(registry, 2, parent=worse.id)
+    registry.serve(third.id, "default", {})
+    assert registry.roll_back("default", {}).id == first.id
+
+
+def test_a_version_whose_row_cannot_be_written_leaves_no_folder(tmp_path, monkeypatch):
+    from livedraft.drafts import registry as room
+
+    registry = Registry(tmp_path)
+
+    def full(*arguments):
+        raise room.sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(room, "_add_row", full)
+    with pytest.raises(UserError, match="failed"):
+        publish(registry)
+    assert not list(registry.drafts_folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.down.weight", "layers.0.attention_norm", "layers.0.gate_up.weight", "extra"]
+)
+def test_every_tensor_of_a_draft_is_checked(name):
+    """The compiled kernels trust the shapes."""
+    tensors = dict(DRAFT.tensors)
+    tensors[name] = torch.zeros(3, 5)
+    bad = type(DRAFT)(tensors=tensors, draft_to_target_W=DRAFT.draft_to_target_W)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        check_against_target(bad, TINY, "It", TINY.vocabulary_size)
+    check_against_target(DRAFT, TINY, "It", TINY.vocabulary_size)
+    with pytest.raises(UserError, match="names tokens"):
+        check_against_target(DRAFT, TINY, "It", 40)

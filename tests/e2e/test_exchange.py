@@ -133,7 +133,7 @@ def test_formats_are_known_by_their_fields(tmp_path, line, expected):
     file = tmp_path / "f.jsonl"
     file.write_text(json.dumps(line) + "\n")
     (record,) = read_records(file, None, None)
-    fields = {name: value for name, value in vars(record).items() if value is not None}
+    fields = {name: value for name, value in vars(record).items() if value not in (None, False)}
     assert fields == expected
     plain = tmp_path / "f.txt"
     plain.write_text("one prompt\nanother\n")

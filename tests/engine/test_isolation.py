@@ -182,7 +182,7 @@ def test_past_the_drafts_context_only_that_request_decodes_plainly():
     weights = perturbed_draft(MODEL, noise=0.0)
     short = Decoder(
         target.config,
-        serving_weights(weights, target.weights, FLOAT32),
+        serving_weights(weights, target.weights, FLOAT32, target.config),
         num_slots=4,
         max_length=20,
         dtype=torch.float32,

@@ -237,4 +237,42 @@ def test_a_draft_of_another_vocabulary_does_not_fit_the_target():
     from livedraft.drafts.weights import check_against_target
 
     with pytest.raises(UserError, match="does not fit this target"):
-        check_against_target(other_vocabulary(), MODEL.config, "It")
+        check_against_target(other_vocabulary(), MODEL.config, "It", 64)
+
+
+def test_a_watch_goes_on_after_a_restart(stage, tmp_path):
+    s = stage(GOOD)
+    bad = s.publish(NOISE, parent=s.first.id)
+    s.registry.start_canary(bad.id, {"alpha": 0.9, "promote": True})
+    s.registry.serve(bad.id, "default", {"replaced": s.first.id})  # confirmed, and then the server was killed
+    again = object.__new__(Stage)
+    again.__dict__.update(s.__dict__)
+    again.served = engine(s.target, s.build(bad), k=2, events=s.events)
+    again.watcher = SwapWatcher(again.served, s.registry, route="default", build=s.build, events=s.events)
+    try:
+        again.serve(60)
+        assert again.served.draft_version == s.first.id
+        assert s.status(bad) == "rolled_back"
+    finally:
+        again.watcher.close()
+
+
+def test_a_draft_that_fails_outside_a_trial_gives_way_to_the_one_before(stage):
+    s = stage(GOOD)
+    second = s.publish(GOOD, parent=s.first.id)
+    s.registry.serve(second.id, "default", {})
+    s.watcher.look()
+    s.serve(1)
+    s.watcher._end_trial()
+    s.watcher._draft.propose = lambda tasks: 1 / 0
+    s.serve(5)
+    assert s.served.draft_version == s.first.id
+    assert s.served.draft is not None
+    assert s.status(second) == "rolled_back"
+
+
+def test_a_fixed_draft_length_is_protected_by_a_canary_too(stage):
+    s = stage(NOISE)  # its own acceptance says nothing pays, but the user has fixed k = 2
+    s.pass_gate(GOOD)
+    s.serve(1)
+    assert s.watcher.trial.stage == "canary"

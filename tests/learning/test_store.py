@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -316,3 +317,37 @@ def test_the_summary_keeps_prompts_seen_before_apart(tmp_path, traces):
     assert summary["alpha_last_100"] == pytest.approx(0.5)
     assert summary["alpha_new_prompts"] == pytest.approx(0.3)
     assert summary["alpha_seen_prompts"] == pytest.approx(0.9)
+
+
+def test_a_deletion_reaches_shards_whose_rows_were_never_written(tmp_path, traces):
+    """The writer was killed between the two; later nothing of the user may be found again."""
+    store = TraceStore(tmp_path)
+    mine = [dataclasses.replace(t, client_key="ab" * 8 if n else "cd" * 8) for n, t in enumerate(traces[:3])]
+    store.folder.mkdir(parents=True)
+    store._write(mine, "shard-lost.safetensors")
+    long_ago = time.time() - 60
+    os.utime(store.folder / "shard-lost.safetensors", (long_ago, long_ago))
+    assert store.delete_client("ab" * 8) == 2
+    assert store.reconcile() == 0
+    assert [row.request_id for row in store.rows()] == ["r0"]
+
+
+def test_rows_that_cannot_be_written_take_their_shard_along(tmp_path, traces, monkeypatch):
+    store = TraceStore(tmp_path)
+    monkeypatch.setattr(store, "_add_rows", lambda *arguments: (_ for _ in ()).throw(UserError("full")))
+    with pytest.raises(UserError):
+        store.append(traces[:2])
+    assert not list(store.folder.iterdir())
+
+
+def test_two_deletions_at_once_leave_nothing_of_either(tmp_path, traces):
+    store = TraceStore(tmp_path)
+    store.append([dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(traces)])
+    threads = [threading.Thread(target=TraceStore(tmp_path).delete_client, args=(f"{n:016x}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(row.request_id for row in store.rows()) == ["r4", "r5"]
+    assert store.reconcile() == 0
+    assert len(store.rows()) == 2

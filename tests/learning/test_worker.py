@@ -120,7 +120,8 @@ def test_a_sabotaged_candidate_is_rejected_and_service_stays(state):
     sabotaged = made.candidate.id
     serve_into(state, 20, first=50)
     made._read_new_traces()
-    made._score_new()
+    while made._score_new():
+        pass
     assert made._test_candidate()
     assert made.in_service == first
     statuses = {row["id"]: row for row in Registry(state).versions()}
@@ -323,7 +324,8 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     made = worker(state)
     serve_into(state, 30)
     made._read_new_traces()
-    made._score_new()
+    while made._score_new():
+        pass
     made.recent_alphas.clear()
     batches, right = [], made.trainer.step
     made.trainer.step = lambda batch, between, reference: (
@@ -415,6 +417,13 @@ def test_a_rolled_back_canary_opens_the_breaker_and_one_that_stays_closes_it(sta
     canary = as_if_passed(made)
     Registry(state).serve(canary, "default", {})
     made._follow_service()
+    assert made.num_rolled_back == 2  # taking over is not staying
+    serve_into(state, 60, first=1000)
+    run_until_idle(made)
+    assert made.num_rolled_back == 2
+    serve_into(state, 8, first=2000)
+    made._read_new_traces()
+    made._score_new()
     assert made.num_rolled_back == 0
     events = [event for event in read_events(state, limit=500) if event["event"] == "training_restarted"]
     assert len(events) == 2
@@ -552,10 +561,12 @@ def test_osds_own_variant_takes_one_step_every_eight_requests_on_rejected_positi
 
 
 def test_a_flood_of_one_client_costs_the_others_little(tmp_path, state):
-    """120 requests of one client on a subject of its own beside 40 of others: what the others' acceptance loses is stated here."""
+    """120 requests of one client on a subject of its own beside 40 of others: what the others' acceptance loses is stated
+    here."""
     others = [dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(served_traces(40))]
     flood = [
-        dataclasses.replace(t, request_id=f"f{n}", client_key="f" * 16) for n, t in enumerate(served_traces(120, first=500))
+        dataclasses.replace(t, request_id=f"f{n}", client_key="f" * 16)
+        for n, t in enumerate(served_traces(120, first=500))
     ]
     unseen = [example_from_trace(t, 10_000 + n) for n, t in enumerate(served_traces(24, first=200))]
     alphas = {}
@@ -569,3 +580,72 @@ def test_a_flood_of_one_client_costs_the_others_little(tmp_path, state):
         assert made.memory.num_trained >= 36
         alphas[name] = sum(score.alpha for score in made.trainer.score(unseen)) / len(unseen)
     assert alphas["beside the flood"] > alphas["alone"] - 0.03, alphas
+
+
+# --- what cannot be used, what waits, what was there before ----------------------------------------------------------
+
+
+def test_traces_the_draft_cannot_take_are_passed_over_and_counted(state):
+    """Too long for it, of another target, or with tokens it does not know: none of them may end the process."""
+    good = served_traces(4)
+    bad = [
+        dataclasses.replace(good[0], request_id="long", prompt_token_ids=[1] * 200),
+        dataclasses.replace(good[0], request_id="foreign", target_fingerprint="another"),
+        dataclasses.replace(good[0], request_id="unknown", prompt_token_ids=[1, 64]),
+        dataclasses.replace(good[0], request_id="negative", prompt_token_ids=[1, -1]),
+    ]
+    TraceStore(state).append([*bad, *good])
+    made = worker(state)
+    run_until_idle(made)
+    assert made.num_unusable == 4
+    assert made.memory.num_trained + len(made.memory.held_out) == 4
+
+
+def test_training_goes_on_while_new_traces_never_cease(state):
+    """Under steady load at least one trace waits at every turn; steps are taken all the same."""
+    made = worker(state)
+    for number in range(40):
+        serve_into(state, 1, first=number)
+        made.turn()
+    assert made.trainer.num_steps >= 5
+
+
+def test_a_backlog_is_read_and_scored_in_parts(state, monkeypatch):
+    from livedraft.learning import worker as room
+
+    monkeypatch.setattr(room, "MAX_READ_A_TURN", 10)
+    monkeypatch.setattr(room, "MAX_SCORED_A_TURN", 4)
+    serve_into(state, 30)
+    made = worker(state)
+    made.turn()
+    assert sum(row.alpha is not None for row in TraceStore(state).rows()) == 4
+    run_until_idle(made)
+    assert all(row.alpha is not None for row in TraceStore(state).rows())
+
+
+def test_a_restart_scores_nothing_twice(state):
+    made = worker(state)
+    serve_into(state, 14)
+    run_until_idle(made)
+    made.checkpoint()
+    before = [(row.alpha, row.is_held_out) for row in TraceStore(state).rows()]
+    again = worker(state)
+    again.trainer.score = lambda *arguments, **options: pytest.fail("scored again")
+    again._read_new_traces()
+    assert not again._score_new()
+    assert set(again.memory.held_out) == set(made.memory.held_out)
+    assert not set(again.memory.examples) & set(again.memory.held_out)
+    assert [(row.alpha, row.is_held_out) for row in TraceStore(state).rows()] == before
+    assert again.num_tests_since_promotion == made.num_tests_since_promotion
+
+
+def test_candidates_of_a_process_that_ended_are_rejected(state):
+    made = worker(state)
+    serve_into(state, 12)
+    run_until_idle(made)
+    made.candidate = None
+    made._freeze_candidate()
+    candidate = made.candidate.id
+    worker(state)
+    assert Registry(state).version(candidate)["status"] == "rejected"
+    assert not Registry(state).folder(candidate).exists()

@@ -73,7 +73,7 @@ inline void narrow(__m512 x, bf16* out) { _mm256_storeu_si256((__m256i*)out, (__
 
 // exp for x <= about 88, to a few units in the last place (Cephes' polynomial).
 inline __m512 exp512(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.3f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.3f), x);  // in this order a NaN stays one: the engine must see it
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
