@@ -108,6 +108,8 @@ class Trainer:
         self.max_positions = max_positions
         self.uses_bf16 = cpu_has_bf16_instructions()
         self.base_rate = config.learning_rate or LEARNING_RATES[0]
+        self.micro_batch_tokens = config.micro_batch_tokens
+        """Tokens in one forward and backward; scoring, which is a third of the work, takes four times as many."""
         self.flops = 0.0
         """Floating-point operations of training and scoring so far: 2 a weight and token forward, 4 backward."""
         self.restart_from(draft)
@@ -187,7 +189,7 @@ class Trainer:
         loss_sum = alpha_sum = 0.0
         num_taught = num_used = 0
         with self._autocast():  # one context for the whole step: the cast of each weight is made once
-            for micro_batch in micro_batches(examples, self.config.micro_batch_tokens):
+            for micro_batch in micro_batches(examples, self.micro_batch_tokens):
                 batch = collate(micro_batch, self.target_to_draft_V)
                 sums = self._accumulate_gradients(batch, weights, total_positions, teacher)
                 loss_sum += sums.loss
@@ -313,7 +315,7 @@ class Trainer:
         scores: dict[int, Score] = {}
         order = {id(example): index for index, example in enumerate(examples)}
         with torch.no_grad(), self._autocast():
-            for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):
+            for micro_batch in micro_batches(examples, 4 * self.micro_batch_tokens):
                 batch = collate(micro_batch, lookup_V, every_position=True)
                 self.flops += 2.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import threading
@@ -49,8 +50,10 @@ from livedraft.learning.trainer import BadStepError, NotEnoughMemoryError, Score
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
-BUSY_PAUSE_SECONDS = {"gentle": 2.0, "on": 0.5, "eager": 0.0}
+BUSY_PAUSE_SECONDS = {"gentle": 10.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
+LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
+"""While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
 DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 """Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""
 CHECKPOINT_SECONDS = 60.0
@@ -117,6 +120,8 @@ class Worker:
         self.last_loss: float | None = None
         self._paused_seconds = 0.0
         self._newest_at = time.monotonic()
+        self._busy_at = -math.inf
+        """When requests were last seen running."""
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._status = ""
@@ -170,7 +175,9 @@ class Worker:
         return True
 
     def _is_candidate_due(self) -> bool:
-        if self.candidate is not None or self.canary is not None or self.rate_trial is not None:
+        if self.candidate is not None or self.canary is not None:
+            return False
+        if self.rate_trial is not None and not (self.is_asked and self.num_since_candidate):
             return False
         return self.num_since_candidate >= (1 if self.is_asked else self.num_needed)
 
@@ -320,6 +327,10 @@ class Worker:
         self.memory.mark_trained(new)
         self.num_since_candidate += len(new)
         if self.rate_trial is not None and self.rate_trial.is_over:
+            self._end_rate_trial()
+
+    def _end_rate_trial(self) -> None:
+        if self.rate_trial is not None:
             self.trainer, scores = self.rate_trial.winner()
             self.rate_trial = None
             self._emit("rate_chosen", rate=self.trainer.base_rate, alphas=scores)
@@ -337,6 +348,9 @@ class Worker:
     def _step(self, batch: list[Example]) -> None:
         self.memory.count_use(batch)
         self.num_train_tokens += sum(example.num_tokens for example in batch)
+        is_lively = time.monotonic() - self._busy_at < LIVELY_SECONDS
+        most = self.config.micro_batch_tokens
+        self.trainer.micro_batch_tokens = min(LIVELY_MICRO_BATCH, most) if is_lively else most
         recent = list(self.recent_alphas)[-DRIFT_SHORT:]
         reference = self.reference.at(self.memory.num_trained, _mean(recent), self.trainer)
         try:
@@ -383,6 +397,7 @@ class Worker:
             last_trace_id=self.memory.newest_trained_id,
         )
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
+        self._end_rate_trial()  # an operator did not want to wait for it
         self._keep(version.id, weights)
         self.candidate = version
         self.is_asked = False
@@ -459,6 +474,8 @@ class Worker:
         """Called between micro-batches: step aside while requests run or wait."""
         started = time.monotonic()
         longest = BUSY_PAUSE_SECONDS[self.config.level]
+        if self._yield_flag[0]:
+            self._busy_at = started
         while self._yield_flag[0] and time.monotonic() < started + longest:
             time.sleep(0.01)
         self._paused_seconds += time.monotonic() - started

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from livedraft.gguf_file import read_gguf
-from tests.e2e.test_cli import assert_one_sentence, livedraft
+from tests.e2e.in_process import livedraft
+from tests.e2e.test_cli import assert_one_sentence
 
 FAKE_SERVER = """
     #!{python}
@@ -79,6 +80,7 @@ def test_engines_that_are_not_there_are_null(model_folder, prompts):
     assert result["versions"]["transformers"]
 
 
+@pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(240)
 def test_llama_cpp_is_started_asked_and_stopped(smollm2_path, prompts, fake_server):

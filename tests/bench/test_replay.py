@@ -6,7 +6,8 @@ import pytest
 
 from livedraft.bench.replay import _ordered
 from livedraft.records import UserError
-from tests.e2e.test_cli import assert_one_sentence, livedraft
+from tests.e2e.in_process import livedraft
+from tests.e2e.test_cli import assert_one_sentence
 
 KEYS = {
     "alpha_by_100", "alpha_window_50", "alpha_first_100", "alpha_last_100", "requests", "versions_promoted",

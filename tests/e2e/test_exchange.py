@@ -13,7 +13,8 @@ from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore
 from livedraft.records import UserError
 from livedraft.tokenizer import load_tokenizer
-from tests.e2e.test_cli import assert_one_sentence, livedraft
+from tests.e2e.in_process import livedraft
+from tests.e2e.test_cli import assert_one_sentence
 
 CHAT = [{"role": "user", "content": "What floats?"}]
 

@@ -6,8 +6,9 @@ import time
 import httpx
 import pytest
 
+from tests.e2e.in_process import livedraft
 from tests.e2e.server_process import TINY_ENVIRONMENT, ServerProcess
-from tests.e2e.test_cli import assert_one_sentence, livedraft
+from tests.e2e.test_cli import assert_one_sentence
 
 
 def ask(server, count, user="someone", first=0):

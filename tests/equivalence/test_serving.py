@@ -52,7 +52,7 @@ OPTIONS = {
 }
 PROPOSERS = ["draft", "poor draft", "trimmed draft", "prediction"]
 GRID = list(itertools.product(range(6), (1, 3, 8), (False, True)))
-SAMPLE_SIZE = 8
+SAMPLE_SIZE = 5
 
 
 class Bench:
