@@ -103,6 +103,7 @@ def test_what_cannot_be_exported_is_one_sentence(state, model_folder, tmp_path):
         export_draft(registry, serving, model_folder, tmp_path / "file" / "out", format="hf")
 
 
+@pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(240)
 def test_the_gguf_file_has_the_numbers_of_the_folder(smollm2_path, tmp_path):

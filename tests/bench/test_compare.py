@@ -122,6 +122,7 @@ def test_limits_of_a_tiny_model(model_folder):
     assert result["plain_round_ms"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_an_exported_target_is_the_same_model_in_bf16(smollm2_path, tmp_path):
     file = tmp_path / "target.gguf"
