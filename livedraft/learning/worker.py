@@ -50,9 +50,9 @@ from livedraft.learning.trainer import BadStepError, NotEnoughMemoryError, Score
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
-BUSY_PAUSE_SECONDS = {"gentle": 5.0, "on": 0.5, "eager": 0.0}
+BUSY_PAUSE_SECONDS = {"gentle": 10.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
-LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 256
+LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
 """While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
 DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 """Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""

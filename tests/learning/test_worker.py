@@ -307,7 +307,7 @@ def test_no_prompt_trains_more_than_max_passes_and_no_client_fills_a_batch(state
         assert len(set(prompts)) == len(prompts)
 
 
-@pytest.mark.parametrize(("level", "longest"), [("gentle", 5.0), ("on", 0.5), ("eager", 0.0)])
+@pytest.mark.parametrize(("level", "longest"), [("gentle", 10.0), ("on", 0.5), ("eager", 0.0)])
 def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longest):
     from livedraft.learning import worker as room
 
