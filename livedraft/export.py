@@ -303,4 +303,4 @@ def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion
             if theirs.get(name) != getattr(version, name):
                 raise UserError(f"{folder} was trained for another target or tokenizer ({name} {theirs.get(name)}).")
         version = replace(version, num_requests_seen=int(theirs.get("num_requests_seen", 0)))
-    return registry.publish(lambda path: save_draft(draft, path), version)
+    return registry.publish(lambda path: save_draft(draft, path), version, status="imported")
