@@ -26,7 +26,8 @@ from livedraft.drafts.weights import DraftWeights, check_against_target, load_dr
 from livedraft.learning.batches import collate, example_from_trace
 from livedraft.learning.forward import TargetParts, forward_of
 from livedraft.learning.store import TraceStore
-from livedraft.models.config import ModelConfig
+from livedraft.models.config import ModelConfig, hf_config
+from livedraft.models.export_gguf import write_gguf_like
 from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD
 from livedraft.records import DraftVersion, Trace, UserError
 from livedraft.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +68,7 @@ def export_draft(registry: Registry, version_id: str, target: Path, folder: Path
         if format == "hf":
             _write_hf(exported, tokenizer, folder, card)
         else:
-            _write_gguf(exported, target, folder, card)
+            _write_gguf(exported, target, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
     return exported
@@ -184,40 +185,11 @@ A draft model for speculative decoding, exported by livedraft on {time.strftime(
 def _write_hf(exported: Exported, tokenizer: Tokenizer, folder: Path, card: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(exported.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_hf_config(exported.config), indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(hf_config(exported.config) | {"dtype": "bfloat16"}, indent=2), encoding="utf-8"
+    )
     tokenizer.hf_tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _hf_config(config: ModelConfig) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
-        "model_type": config.family,
-        "vocab_size": config.vocabulary_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.has_tied_embeddings,
-        "eos_token_id": config.eos_token_ids[0] if config.eos_token_ids else None,
-        "hidden_act": "silu",
-        "dtype": "bfloat16",
-    }
-    scaling = config.rope_scaling
-    if scaling is not None:
-        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            raw["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-    return raw
 
 
 _GGUF_LAYER_NAMES = {
@@ -228,37 +200,18 @@ _GGUF_LAYER_NAMES = {
 }  # fmt: skip
 
 
-def _write_gguf(exported: Exported, target: Path, file: Path, card: str) -> None:
+def _write_gguf(exported: Exported, target: Path, file: Path) -> None:
     """With the metadata of the target's own GGUF file: its tokenizer, and all but the number of layers."""
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
-
     if target.suffix != ".gguf":
         raise UserError(
             "A GGUF draft takes its tokenizer from the target's GGUF file, and this target is none; use --format hf."
         )
     config = exported.config
-    reader = GGUFReader(target)
-    architecture = str(reader.fields["general.architecture"].contents())
-    writer = GGUFWriter(file, architecture)
-    writer.add_file_type(32)  # bf16
-    writer.add_block_count(config.num_layers)
-    writer.add_description(card.splitlines()[4].removeprefix("# "))
-    made = ("general.architecture", "general.file_type", "general.description", f"{architecture}.block_count")
-    for name, field in reader.fields.items():
-        if name not in made and not name.startswith("GGUF."):
-            kind, *sub_kind = field.types
-            writer.add_key_value(name, field.contents(), kind, sub_type=sub_kind[0] if sub_kind else None)
-    for name, tensor in exported.tensors.items():
-        values = _interleaved(name, tensor.float(), config).numpy()
-        if values.ndim > 1:
-            data = quantize(values, GGMLQuantizationType.BF16)
-            writer.add_tensor(_gguf_name(name), data, raw_dtype=GGMLQuantizationType.BF16)
-        else:
-            writer.add_tensor(_gguf_name(name), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = (
+        (_gguf_name(name), _interleaved(name, tensor.float(), config).numpy())
+        for name, tensor in exported.tensors.items()
+    )
+    write_gguf_like(target, file, tensors, num_layers=config.num_layers)
 
 
 def _gguf_name(name: str) -> str:

@@ -5,53 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from livedraft.models.config import ModelConfig
+from livedraft.models.config import ModelConfig, hf_config
 from tests.tiny import TINY, random_tensors
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
 TEXT_CONFIG = replace(TINY, vocabulary_size=258, eos_token_ids=(257,), max_positions=512)
 
 
-def hf_config_json(config: ModelConfig) -> dict[str, Any]:
-    raw: dict[str, Any] = {
-        "model_type": config.family,
-        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
-        "vocab_size": config.vocabulary_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.has_tied_embeddings,
-        "eos_token_id": config.eos_token_ids[0],
-        "hidden_act": "silu",
-    }
-    scaling = config.rope_scaling
-    if scaling is not None:
-        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            raw["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-    return raw
-
-
 def write_hf_folder(path: Path, config: ModelConfig, tensors: dict[str, torch.Tensor], num_shards: int = 1) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(hf_config_json(config)))
+    (path / "config.json").write_text(json.dumps(hf_config(config)))
     if num_shards == 1:
         save_file(tensors, path / "model.safetensors")
         return

@@ -5,8 +5,8 @@
     <state>/livedraft.db              table `versions`, one row a version
 
 A version's life: candidate -> rejected by the gate, or canary -> in_service or rolled_back by the watch -> retired. One from
-elsewhere is imported until an operator promotes it; a damaged folder is set_aside. Called by the trainer (publish, start_canary,
-reject) and by the engine's swap thread; never from the engine thread.
+elsewhere is imported until an operator promotes it; a damaged folder is set_aside. Called by the trainer (publish,
+start_canary, reject) and by the engine's swap thread; never from the engine thread.
 """
 
 from __future__ import annotations

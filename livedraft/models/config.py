@@ -65,6 +65,37 @@ def config_from_dict(fields: dict[str, Any]) -> ModelConfig:
 NATIVE_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads back, and that transformers knows."""
+    raw: dict[str, Any] = {
+        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
+        "model_type": config.family,
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.feed_forward_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.has_tied_embeddings,
+        "eos_token_id": config.eos_token_ids[0] if config.eos_token_ids else None,
+        "hidden_act": "silu",
+    }
+    scaling = config.rope_scaling
+    if scaling is not None:
+        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            raw["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+    return raw
+
+
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """Read a Hugging Face `config.json`. Raises UserError for a feature the native decoder would get wrong."""
     family = raw.get("model_type", "")

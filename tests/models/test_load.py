@@ -5,10 +5,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
-from livedraft.models.config import config_from_hf
+from livedraft.models.config import config_from_hf, hf_config
 from livedraft.models.load import load_embedding_and_head, load_model
 from livedraft.records import UserError
-from tests.hf_folder import hf_config_json, write_hf_folder
+from tests.hf_folder import write_hf_folder
 from tests.tiny import FAMILIES, TINY, decoder, random_tensors
 
 
@@ -83,7 +83,7 @@ def test_damaged_and_missing_files_are_one_sentence(tmp_path):
 )
 def test_what_the_runtime_would_get_wrong_is_refused(field, value, words):
     with pytest.raises(UserError, match=words):
-        config_from_hf({**hf_config_json(TINY), field: value})
+        config_from_hf({**hf_config(TINY), field: value})
 
 
 def write_gguf(path, config, tensors, quantization=None):
