@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from livedraft.config import SpeculationConfig
 from livedraft.device import ExecutionPath
@@ -98,28 +97,25 @@ class DraftSource:
 
     def _resident(self, weights: DraftWeights, version: str) -> DraftModel:
         target = self.target
-        size: dict[str, Any] = {"num_slots": target.num_slots, "max_length": target.max_length}
+        native = target if isinstance(target, Decoder) else None
+        config = weights.config or (native.config if native else None)
+        if config is None and weights.hf_config is None:
+            raise UserError(
+                "Drafts of the target's own layers need a target the native decoder reads; give draft='none' or the "
+                "folder of a small model with the same tokenizer."
+            )
+        check_against_target(weights, config, f"Draft {version}", target.vocabulary_size)
         runtime: ModelStep
-        shape = weights.config or (target.config if isinstance(target, Decoder) else None)
-        if shape is not None or weights.hf_config is not None:
-            check_against_target(weights, shape, f"Draft {version}", target.vocabulary_size)
+        # Where the draft's own context is shorter, longer requests decode plainly past it.
         if weights.hf_config is not None:
             module = module_of_config(weights.hf_config, weights.tensors).to(self.path.device, self.path.dtype)
-            size["max_length"] = min(
-                target.max_length, max_positions_of(module)
-            )  # longer requests decode plainly past it
-            runtime = HFRuntime(module, device=self.path.device, **size)
+            max_length = min(target.max_length, max_positions_of(module))
+            runtime = HFRuntime(module, num_slots=target.num_slots, max_length=max_length, device=self.path.device)
         else:
-            native = target if isinstance(target, Decoder) else None
-            config = weights.config or (native.config if native else None)
-            if config is None:
-                raise UserError(
-                    "Drafts of the target's own layers need a target the native decoder reads; give draft='none' or the "
-                    "folder of a small model with the same tokenizer."
-                )
-            size["max_length"] = min(target.max_length, config.max_positions)
+            assert config is not None
             laid_out = serving_weights(weights, native.weights if native else None, self.path, config)
-            runtime = make_decoder(config, laid_out, self.path, **size)
+            max_length = min(target.max_length, config.max_positions)
+            runtime = make_decoder(config, laid_out, self.path, num_slots=target.num_slots, max_length=max_length)
         return DraftModel(
             runtime,
             weights.draft_to_target_W,

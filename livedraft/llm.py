@@ -232,9 +232,9 @@ class LLM:
         if isinstance(prompt, str):
             token_ids, root = self.tokenizer.encode(prompt), [prompt]
         elif not prompt or isinstance(prompt[0], int):
-            token_ids, root = list(prompt), list(prompt)  # type: ignore[arg-type]
+            token_ids, root = list(prompt), list(prompt)  # type: ignore[arg-type]  # ids, as the first item says
         else:
-            token_ids, root = self.tokenizer.encode_chat(prompt, tools), _conversation_root(prompt)  # type: ignore[arg-type]
+            token_ids, root = self.tokenizer.encode_chat(prompt, tools), _conversation_root(prompt)  # type: ignore[arg-type]  # messages
         return Request(
             id=id or f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
             prompt_token_ids=tuple(token_ids),
@@ -368,8 +368,8 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of them: a list of messages or of token ids is one prompt."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (dict, int))):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]  # type: ignore[list-item]  # one prompt, as its first item says
+    return list(prompts)  # type: ignore[arg-type]  # several
 
 
 def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:

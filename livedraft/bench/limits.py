@@ -119,13 +119,13 @@ def _growth(model: str, path: ExecutionPath) -> dict[str, dict[str, float]]:
                 chunk = min(256, context - 1 - written)
                 runtime.forward([5] * chunk, list(range(written, written + chunk)), [0] * chunk, [])
                 written += chunk
-            seconds = _seconds(lambda at=context - 1: runtime.forward([5], [at], [0], [0]), 9)  # type: ignore[misc]
+            seconds = _seconds(lambda at=context - 1: runtime.forward([5], [at], [0], [0]), 9)  # type: ignore[misc]  # a default binds it
             by_context[str(context)] = round(1000 * seconds, 2)
         for slot in range(32):
             runtime.forward([5] * 128, list(range(128)), [slot] * 128, [])
         for batch in (1, 2, 4, 8, 16, 32):
             seats = list(range(batch))
-            seconds = _seconds(lambda s=seats: runtime.forward([5] * len(s), [128] * len(s), s, s), 9)  # type: ignore[misc]
+            seconds = _seconds(lambda s=seats: runtime.forward([5] * len(s), [128] * len(s), s, s), 9)  # type: ignore[misc]  # a default binds it
             by_batch[str(batch)] = round(1000 * seconds, 2)
     return {"ms_by_context": by_context, "ms_by_batch": by_batch}
 

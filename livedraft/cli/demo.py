@@ -28,7 +28,7 @@ from livedraft.config import EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
 from livedraft.draft_source import ROUTE, UNTRAINED
 from livedraft.drafts.database import DATABASE_NAME, read_status
-from livedraft.events import Event, Events
+from livedraft.events import Event, Events, described
 from livedraft.learning.capture import write_secret
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.llm import LLM
@@ -82,7 +82,7 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
         _wait_for(lambda: bool(read_status(state, "trainer")), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
         rows = _wait_until_settled(llm, num_requests, log)
-        learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]
+        learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]  # it learns
         llm.close()  # learning ends here; only speed is measured from now on
         timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
         result = _result(llm, rows, timings, stats, same, learned_version)
@@ -152,14 +152,7 @@ class _Log:
         print(line, file=self._file, flush=True)
 
     def event(self, event: Event) -> None:
-        lines = {
-            "draft_swapped": "    draft {previous} -> {version}",
-            "trainer_died": "    the training process died (exit code {exit_code}); serving goes on",
-            "draft_refused": "    draft {version} refused: {reason}",
-            "traces_dropped": "    {num_traces} traces dropped: {reason}",
-            "swap_failed": "    the registry cannot be read: {reason}",
-        }
-        self.print(lines.get(event["event"], "    {event}").format(**event))
+        self.print(f"    {described(event)}")
 
     def tick(self, llm: LLM, num_done: int) -> None:
         now = time.monotonic()

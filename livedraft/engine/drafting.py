@@ -140,7 +140,8 @@ class Drafting:
         second = self._resident(lineup.second, lineup.second_prior)
         self.service, self.second, self._share = service, second, lineup.share if second else 0.0
         self._share_out(list(live))
-        self._events.emit("draft_swapped", previous=previous, version=self.version, second=self.second_version)
+        if self.version != previous:  # another second one is no swap; who compares them says so
+            self._events.emit("draft_swapped", previous=previous, version=self.version)
 
     def _share_out(self, live: list[RequestState]) -> None:
         """By hash, and at least one request: evidence begins with the next round."""

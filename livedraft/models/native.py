@@ -305,7 +305,7 @@ class NativeDecoder(Decoder):
         norms = (layer.attention_norm_D, layer.feed_forward_norm_D, layer.query_norm_E, layer.key_norm_E)
         return _Layer(
             *(self._floats(norm) for norm in norms),
-            *(matrix.packed.struct() for matrix in matrices),  # type: ignore[attr-defined]
+            *(matrix.packed.struct() for matrix in matrices),  # type: ignore[attr-defined]  # all are native ones
             self.cache.keys[index].data_ptr(),
             self.cache.values[index].data_ptr(),
         )

@@ -82,6 +82,19 @@ def test_a_draft_that_does_not_pay_still_gives_evidence_while_it_is_compared():
     assert not alone.stats_by_version  # alone it is only probed, one round in 64
 
 
+def test_a_swap_is_said_only_when_another_draft_serves():
+    served, first, second = two_drafts(0.5)
+    seen = []
+    served.events.subscribe(seen.append)
+    served.take_up_offered_draft()
+    assert not seen
+    served.drafting.offer(Lineup(service=second, second=first, share=0.1))
+    served.take_up_offered_draft()
+    served.offer_draft(second)
+    served.take_up_offered_draft()
+    assert [(e["event"], e["previous"], e["version"]) for e in seen] == [("draft_swapped", "one", "two")]
+
+
 def test_the_users_fixed_length_is_kept_also_in_a_comparison():
     served, _, _ = two_drafts(0.5, k=0)
     serve(served, [request(p, i) for i, p in enumerate(PROMPTS)])

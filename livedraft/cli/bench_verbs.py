@@ -1,0 +1,176 @@
+"""The verb table's part `livedraft bench ...`; a bench's module is imported only when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from livedraft.cli.options import (
+    DEFAULT_MODEL,
+    ConfigFile,
+    Draft,
+    Dtype,
+    Json,
+    Model,
+    NumSpeculative,
+    State,
+    Threads,
+    settings_of,
+)  # fmt: skip
+
+bench_app = typer.Typer(help="Measure, on this machine, in one interleaved run.", no_args_is_help=True)
+
+
+@bench_app.command("speed")
+def bench_speed(
+    prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
+    limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    draft: Draft = "auto",
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens a second at batch 1: plain, speculative, and transformers' generate with the same weights."""
+    from livedraft.bench.speed import run
+
+    run(
+        prompts, limit=limit, max_tokens=max_tokens, draft=draft, state=state, model=model, dtype=dtype,
+        threads=threads, as_json=as_json,
+    )  # fmt: skip
+
+
+@bench_app.command("compare")
+def bench_compare(
+    prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
+    limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times over all prompts.")] = 1,
+    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    llama_draft: Annotated[Path | None, typer.Option(help="A draft for it, as GGUF.")] = None,
+    assistant: Annotated[Path | None, typer.Option(help="A draft for transformers, as a Hugging Face folder.")] = None,
+    draft: Draft = "auto",
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """The same weights and prompts through livedraft, transformers and llama.cpp, in one interleaved run."""
+    from livedraft.bench.compare import run
+
+    run(
+        prompts, limit=limit, max_tokens=max_tokens, temperature=temperature, rounds=rounds, draft=draft, state=state,
+        model=model, dtype=dtype, threads=threads, llama_server=llama_server, llama_draft=llama_draft, assistant=assistant,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+@bench_app.command("limits")
+def bench_limits(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the growth of costs as SVG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What this machine can do at best, and the share of it that each way to run a pass reaches."""
+    from livedraft.bench.limits import run
+
+    run(model=model, dtype=dtype, threads=threads, plot=plot, as_json=as_json)
+
+
+@bench_app.command("serve")
+def bench_serve(
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a client in each round.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="Alternations of direct, plain and speculative.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of every answer, in tokens.")] = 64,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; left out, the demo's plant shop.")] = None,
+    draft: Draft = "auto",
+    state: State = None,
+    num_speculative_tokens: NumSpeculative = None,
+    compare_learning: Annotated[
+        bool,
+        typer.Option(
+            "--compare-learning", help="Instead: latency with the trainer running and paused, at steady load."
+        ),
+    ] = False,
+    level: Annotated[str, typer.Option(help="With --compare-learning: gentle, on or eager.")] = "gentle",
+    load: Annotated[float, typer.Option(min=0.05, max=1, help="With --compare-learning: share of the capacity.")] = 0.7,
+    windows: Annotated[int, typer.Option(min=1, help="With --compare-learning: windows a side.")] = 4,
+    window_seconds: Annotated[float, typer.Option(min=1, help="With --compare-learning: length of one.")] = 60.0,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Over HTTP: tokens a second, time to first token and between pieces, with and without speculation."""
+    if compare_learning:
+        from livedraft.bench.interference import run as run_interference
+
+        run_interference(
+            level=level, load=load, windows=windows, window_seconds=window_seconds, max_tokens=max_tokens,
+            prompts_path=prompts, model=model, dtype=dtype, threads=threads, as_json=as_json,
+        )  # fmt: skip
+        return
+    from livedraft.bench.serve import run
+    from livedraft.records import UserError
+
+    clients = [int(part) for part in concurrency.split(",") if part.strip().isdigit()]
+    if not clients or min(clients) < 1 or len(clients) != len(concurrency.split(",")):
+        raise UserError(f"--concurrency takes numbers of clients with commas, such as 1,4,16; got {concurrency!r}.")
+    run(
+        concurrency=clients, requests_per_client=requests, num_rounds=rounds, max_tokens=max_tokens,
+        prompts_path=prompts, draft=draft, state=state, model=model, dtype=dtype, threads=threads,
+        num_speculative_tokens=num_speculative_tokens, as_json=as_json,
+    )  # fmt: skip
+
+
+@bench_app.command("replay")
+def bench_replay(
+    prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines; may be given several times.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 800,
+    shift: Annotated[bool, typer.Option("--shift", help="At the end return to the first file's next prompts.")] = False,
+    mix: Annotated[bool, typer.Option("--mix", help="All files' prompts in random order.")] = False,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="livedraft, osd, static:INIT or static:FOLDER; may be given several times.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests served together.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    save_traces: Annotated[Path | None, typer.Option(help="Record the served requests here.")] = None,
+    from_traces: Annotated[
+        list[Path] | None, typer.Option(help="Rerun the arms on recorded requests; may be given several times.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of training and mixing.")] = None,
+    loss: Annotated[str | None, typer.Option(help="forward_kl, neg_log_alpha or hybrid.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the trainer; left out, it chooses.")] = None,
+    select_fraction: Annotated[float | None, typer.Option(help="AdaSPEC: share of the positions that teach.")] = None,
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Learning curves: serve prompts and learn from them, live or recorded, beside OSD's own variant and static drafts.
+
+    Without the arm livedraft the prompts are only served and recorded, plainly and in large batches.
+    """
+    settings = settings_of(
+        config,
+        learning={"seed": seed, "loss": loss, "learning_rate": learning_rate, "select_fraction": select_fraction},
+    )
+    from livedraft.bench.replay import run
+
+    run(
+        prompt_files=prompts or [], limit=limit, shift=shift, mix=mix, arms=arm or ["livedraft"], concurrency=concurrency,
+        max_tokens=max_tokens, temperature=temperature, save_traces=save_traces, from_traces=from_traces or [], plot=plot,
+        state=state, model=model, dtype=dtype, learning=settings.learning, as_json=as_json,
+    )  # fmt: skip
