@@ -20,6 +20,8 @@ class ExecutionPath:
     """A whole pass is one compiled function (`models/native.py`), for the models whose shape it knows."""
     is_int8: bool = False
     """With the compiled step: weights are int8 with a scale an output."""
+    torch_dtype: torch.dtype | None = None
+    """What a model that the compiled step does not know runs in, where that is another dtype."""
 
     @property
     def description(self) -> str:

@@ -24,7 +24,7 @@ from livedraft.drafts.weights import (
 from livedraft.events import Events
 from livedraft.models.decoder import Decoder
 from livedraft.models.hf_runtime import HFRuntime, max_positions_of, module_of_config
-from livedraft.models.native import make_decoder
+from livedraft.models.native import fitted, make_decoder
 from livedraft.models.open import OpenModel, open_model
 from livedraft.models.step import ModelStep
 from livedraft.records import DraftVersion, UserError
@@ -106,16 +106,17 @@ class DraftSource:
             )
         check_against_target(weights, config, f"Draft {version}", target.vocabulary_size)
         runtime: ModelStep
+        path = fitted(self.path, None if weights.hf_config is not None else config)
         # Where the draft's own context is shorter, longer requests decode plainly past it.
         if weights.hf_config is not None:
-            module = module_of_config(weights.hf_config, weights.tensors).to(self.path.device, self.path.dtype)
+            module = module_of_config(weights.hf_config, weights.tensors).to(path.device, path.dtype)
             max_length = min(target.max_length, max_positions_of(module))
-            runtime = HFRuntime(module, num_slots=target.num_slots, max_length=max_length, device=self.path.device)
+            runtime = HFRuntime(module, num_slots=target.num_slots, max_length=max_length, device=path.device)
         else:
             assert config is not None
-            laid_out = serving_weights(weights, native.weights if native else None, self.path, config)
+            laid_out = serving_weights(weights, native.weights if native else None, path, config)
             max_length = min(target.max_length, config.max_positions)
-            runtime = make_decoder(config, laid_out, self.path, num_slots=target.num_slots, max_length=max_length)
+            runtime = make_decoder(config, laid_out, path, num_slots=target.num_slots, max_length=max_length)
         return DraftModel(
             runtime,
             weights.draft_to_target_W,

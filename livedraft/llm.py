@@ -38,7 +38,7 @@ from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
 from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
-from livedraft.models.native import quantized, unavailable_reason, with_kernels
+from livedraft.models.native import quantized, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
@@ -105,26 +105,32 @@ class LLM:
         self.upkeep: Upkeep | None = None
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
-        self.path: ExecutionPath = with_kernels(choose_execution_path(dtype, device))
-        self._draft_path = quantized(self.path, self._speculation.draft_quantization)
-        self.path = quantized(self.path, quantization)
+        path = with_kernels(choose_execution_path(dtype, device), dtype)
+        self._draft_path = quantized(path, self._speculation.draft_quantization)
         try:
-            self._open(model, draft, None if state is None else Path(state), engine or EngineConfig())
+            self._open(
+                model,
+                quantized(path, quantization),
+                draft,
+                None if state is None else Path(state),
+                engine or EngineConfig(),
+            )
         except BaseException:
             self.close()  # a failed start must not keep the state folder's lock, nor a thread
             raise
 
-    def _open(self, model: str, draft: str, state: Path | None, config: EngineConfig) -> None:
+    def _open(self, model: str, path: ExecutionPath, draft: str, state: Path | None, config: EngineConfig) -> None:
         model_path = resolve_model(model)
-        opened = open_model(model_path, self.path)
+        opened = open_model(model_path, path)
+        self.path = opened.path
         self.target_fingerprint = opened.fingerprint + ("-int8" if self.path.is_int8 else "")
-        if self.path.is_int8 and (opened.native is None or unavailable_reason(opened.native.config) is not None):
+        if path.is_int8 and not self.path.is_int8:
             raise UserError(
                 "quantization int8 is for models the compiled step knows, and this one has another shape or family."
             )
         self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)
-        self._engine_config = within_memory(config, opened, self.path, self._speculation, self.events)
+        self._engine_config = within_memory(config, opened, self._speculation, self.events)
         self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
         self.state = state
         if self.state is not None:
@@ -136,13 +142,11 @@ class LLM:
             else:
                 clear_memory(self.state)  # what a killed process left
             self.upkeep = Upkeep(self.state, config=self.learning, events=self.events)
-        self._target = opened.runtime(
-            self.path, num_slots=self._num_slots, max_length=self._engine_config.max_model_len
-        )
+        self._target = opened.runtime(num_slots=self._num_slots, max_length=self._engine_config.max_model_len)
         self.num_parameters = opened.num_parameters
         self.uses_own_layers = opened.native is not None and not is_whole_model(draft)
         num_draft_layers = 0 if self._speculation.method == "none" else self._speculation.num_draft_layers
-        self._slot_bytes = opened.kv_bytes_per_position(self.path, num_draft_layers) * self._engine_config.max_model_len
+        self._slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * self._engine_config.max_model_len
         self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
         self._drafts = DraftSource(
             self._target,

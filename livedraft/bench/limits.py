@@ -41,7 +41,7 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         "read_gb_per_second": round(_read_rate() / 1e9, 1),
         "product_gflops_per_second": round(_product_rate(base.dtype) / 1e9),
         "compiled_step": unavailable_reason() or "yes",
-        "paths": {name: _path(model, path) for name, path in _paths(base).items()},
+        "paths": {name: _path(model, path) for name, path in _paths(base, dtype).items()},
     }
     result |= _engine(model, dtype, threads)
     fastest = result["paths"][next(name for name in ("compiled", "onednn", "torch") if name in result["paths"])]
@@ -49,7 +49,7 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         path["share_of_read_limit"] = round(
             path["bytes"] / 1e9 / result["read_gb_per_second"] / path["ms"]["1"] * 1000, 2
         )
-    result["cost_growth"] = _growth(model, with_kernels(base))
+    result["cost_growth"] = _growth(model, with_kernels(base, dtype))
     result["python_ms_a_round"] = round(result["plain_round_ms"] - fastest["ms"]["1"], 2)
     if plot is not None:
         from livedraft.bench.plots import plot_cost_growth
@@ -61,13 +61,13 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         _print(result)
 
 
-def _paths(base: ExecutionPath) -> dict[str, ExecutionPath]:
+def _paths(base: ExecutionPath, dtype: str) -> dict[str, ExecutionPath]:
     paths = {"torch": replace(base, is_prepacked=False)}
     if base.is_prepacked:
         paths["onednn"] = base
-    if with_kernels(base).is_compiled:
-        paths["compiled"] = with_kernels(base)
-        paths["compiled int8"] = replace(with_kernels(base), is_int8=True)
+    compiled = with_kernels(base, dtype)
+    if compiled.is_compiled:
+        paths |= {"compiled": compiled, "compiled int8": replace(compiled, is_int8=True)}
     return paths
 
 
@@ -97,7 +97,7 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 def _path(model: str, path: ExecutionPath) -> dict[str, Any]:
     opened = open_model(resolve_model(model), path)
-    costs = Runner(opened.runtime(path, num_slots=1, max_length=256)).measure_costs(None, num_repeats=9)
+    costs = Runner(opened.runtime(num_slots=1, max_length=256)).measure_costs(None, num_repeats=9)
     size = 1 if path.is_int8 else path.dtype.itemsize
     return {
         "ms": {str(rows): round(1000 * costs.target_seconds(rows), 2) for rows in _ROWS},
@@ -110,7 +110,7 @@ def _growth(model: str, path: ExecutionPath) -> dict[str, dict[str, float]]:
     """ms a pass over one token by context length, and over one token of each request by batch."""
     opened = open_model(resolve_model(model), path)
     longest = min(max(_CONTEXTS), opened.max_positions)
-    runtime = opened.runtime(path, num_slots=32, max_length=longest)
+    runtime = opened.runtime(num_slots=32, max_length=longest)
     by_context, by_batch = {}, {}
     written = 0
     with torch.inference_mode():
@@ -148,7 +148,7 @@ def _print(result: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(
-        "path", *(f"{rows} rows, ms" for rows in _ROWS), "share of read limit", title="one pass of the target"
+        "path", *map(str, _ROWS), "of limit", title="ms a pass of the target, by rows; share of what memory allows"
     )
     for name, path in result["paths"].items():
         table.add_row(name, *(str(path["ms"][str(rows)]) for rows in _ROWS), f"{path['share_of_read_limit']:.0%}")

@@ -19,6 +19,7 @@ from livedraft.bench.reference import transformers_model
 from livedraft.bench.same_output import compare_outputs
 from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
+from livedraft.models.native import fitted
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import SamplingParams
@@ -76,17 +77,17 @@ def run(
 def transformers_generate(
     llm: LLM, model: str, max_tokens: int, temperature: float = 0.0, assistant: Path | None = None
 ) -> Callable[[list[int]], list[int]]:
-    """A contender: transformers' own generate with the same weights, dtype and threads; `assistant` is a draft for it."""
+    """A contender: transformers' own generate with the same weights and threads, in the dtype that is its fastest here;
+    `assistant` is a draft for it."""
+    dtype = fitted(llm.path, None).dtype
     plain = replace(llm.path, is_compiled=False, is_prepacked=False, is_int8=False)
     opened = open_model(resolve_model(model), plain)
     hf_model = opened.hf_model
     if opened.native is not None:
-        hf_model = transformers_model(opened.native.tensors, opened.native.config, llm.path.dtype)
+        hf_model = transformers_model(opened.native.tensors, opened.native.config, dtype)
     helper = None
     if assistant is not None:
-        helper = transformers.AutoModelForCausalLM.from_pretrained(
-            assistant, dtype=llm.path.dtype, local_files_only=True
-        )
+        helper = transformers.AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype, local_files_only=True)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -114,6 +115,7 @@ def _result(llm: LLM, version: str | None, speculative: Contender | None, timing
     )
     result: dict[str, Any] = {
         "execution": llm.path.description,
+        "transformers_dtype": str(fitted(llm.path, None).dtype).removeprefix("torch."),
         "draft_version": version or "none",
         "num_prompts": len(timings["plain"].outputs),
         "plain_tokens_per_second": round(timings["plain"].tokens_per_second(), 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from livedraft.config import EngineConfig, SpeculationConfig
-from livedraft.device import ExecutionPath, available_memory_bytes
+from livedraft.device import available_memory_bytes
 from livedraft.events import Events
 from livedraft.models.open import OpenModel
 from livedraft.records import UserError
@@ -20,11 +20,11 @@ def within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
 
 
 def within_memory(
-    config: EngineConfig, opened: OpenModel, path: ExecutionPath, speculation: SpeculationConfig, events: Events
+    config: EngineConfig, opened: OpenModel, speculation: SpeculationConfig, events: Events
 ) -> EngineConfig:
     """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
     num_draft_layers = speculation.num_draft_layers if speculation.method != "none" else 0
-    slot_bytes = opened.kv_bytes_per_position(path, num_draft_layers) * config.max_model_len
+    slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * config.max_model_len
     budget = available_memory_bytes() / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
     num_slots = int(budget // slot_bytes)
     if num_slots < 1:

@@ -1,7 +1,7 @@
 """The decoder's pass as one compiled function: kernels/step.cpp, built once on this machine, behind the same model step.
 
-It needs a CPU with AVX512-BF16, a C++ compiler, and shapes the kernels know; where one is missing the torch decoder serves, and
-`unavailable_reason` says why.
+It needs an x86 CPU with AVX2 (AVX512, and its bf16 products, are used where they are), a C++ compiler, and shapes the kernels
+know; where one is missing the torch decoder serves, and `unavailable_reason` says why.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -35,9 +36,7 @@ from livedraft.models.step import StepOutput
 from livedraft.records import UserError
 
 _SOURCE = Path(__file__).parent / "kernels" / "step.cpp"
-_FLAGS = ("-O3", "-march=native", "-mavx512bf16", "-fopenmp", "-fPIC", "-std=c++17")
-_SUPER, _HALF = 64, 32
-"""Outputs of a super-block of packed weights, and how many gates stand before their ups in one."""
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
 _HEAD_WIDTHS = (32, 64, 96, 128)
 _LARGEST_INT8 = 127.0
 
@@ -81,19 +80,23 @@ class _Model(ctypes.Structure):
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or the reason why there are none."""
-    if os.environ.get("LIVEDRAFT_KERNELS") == "torch":
+    wanted = os.environ.get("LIVEDRAFT_KERNELS", "auto")
+    if wanted not in ("auto", "avx2", "torch"):
+        raise UserError(f"LIVEDRAFT_KERNELS is {wanted!r}; give auto, avx2 or torch.")
+    if wanted == "torch":
         return "switched off by LIVEDRAFT_KERNELS=torch"
-    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
-        return "this CPU has no AVX512-BF16"
+    if platform.machine().lower() not in ("x86_64", "amd64") or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return "this CPU has no AVX2"
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return "there is no C++ compiler (g++)"
     try:
-        path = _built(compiler)
+        path = _built(compiler, (*_FLAGS, *_instruction_flags(wanted)))
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         return f"the kernels could not be built: {output.strip().splitlines()[-1] if output.strip() else error}"
+    library.livedraft_super_block.restype = c_int
     library.livedraft_workspace.restype = c_void_p
     library.livedraft_free_workspace.argtypes = (c_void_p,)
     for pack in (library.livedraft_pack_bf16, library.livedraft_pack_int8):
@@ -105,10 +108,17 @@ def _library() -> ctypes.CDLL | str:
     return library
 
 
-def _built(compiler: str) -> Path:
+def _instruction_flags(wanted: str) -> tuple[str, ...]:
+    if wanted == "avx2":
+        return ("-mno-avx512f",)
+    # Said apart: older compilers do not take it from -march=native.
+    return ("-mavx512bf16",) if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else ()
+
+
+def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """In the user's cache, by what it was made of. Built under another name and renamed: two processes may start at once."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (_SOURCE.read_text(encoding="utf-8"), _FLAGS, version, torch.__version__, _openmp_libraries(), _cpu_name())
+    parts = (_SOURCE.read_text(encoding="utf-8"), flags, version, torch.__version__, _openmp_libraries(), _cpu_name())
     made_of = repr(parts)
     folder = platformdirs.user_cache_path("livedraft") / "kernels"
     path = folder / f"step-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
@@ -118,7 +128,7 @@ def _built(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as made:
         object_path, library_path = Path(made) / "step.o", Path(made) / path.name
         run = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=300)
-        run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_path)])
+        run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_path)])
         # torch's own OpenMP library, not the system's: a second pool of threads would fight the first for the cores.
         run([compiler, "-shared", "-o", str(library_path), str(object_path), *map(str, _openmp_libraries())])
         os.replace(library_path, path)
@@ -148,14 +158,26 @@ def unavailable_reason(config: ModelConfig | None = None) -> str | None:
         return library
     if config is None:
         return None
-    fits = config.head_width in _HEAD_WIDTHS and config.width % 16 == 0 and config.feed_forward_width % _HALF == 0
+    half = library.livedraft_super_block() // 2
+    fits = config.head_width in _HEAD_WIDTHS and config.width % 16 == 0 and config.feed_forward_width % half == 0
     return None if fits else "the kernels do not know this model's shape"
 
 
-def with_kernels(path: ExecutionPath) -> ExecutionPath:
-    """The same path, with the compiled step where this machine can have it."""
-    is_possible = path.is_prepacked and unavailable_reason() is None
-    return replace(path, is_compiled=is_possible)
+def with_kernels(path: ExecutionPath, dtype: str = "auto") -> ExecutionPath:
+    """The same path, with the compiled step where this machine can have it; `dtype` is what the user asked for. The step widens
+    bf16 itself: with "auto" it runs in bf16 on CPUs without bf16 products too."""
+    if path.device.type != "cpu" or unavailable_reason() is not None:
+        return path
+    if path.dtype is torch.bfloat16:
+        return replace(path, is_compiled=True)
+    return replace(path, is_compiled=True, dtype=torch.bfloat16, torch_dtype=path.dtype) if dtype == "auto" else path
+
+
+def fitted(path: ExecutionPath, config: ModelConfig | None) -> ExecutionPath:
+    """The path as a model of this shape can have it; None is a model that transformers runs."""
+    if not path.is_compiled or (config is not None and unavailable_reason(config) is None):
+        return path
+    return replace(path, is_compiled=False, is_int8=False, dtype=path.torch_dtype or path.dtype)
 
 
 def quantized(path: ExecutionPath, quantization: str) -> ExecutionPath:
@@ -169,6 +191,13 @@ def quantized(path: ExecutionPath, quantization: str) -> ExecutionPath:
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
+
+
+def _super_block() -> int:
+    """Outputs of a super-block of packed weights; in a gated one half are gates, and their ups follow."""
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    return int(library.livedraft_super_block())
 
 
 class _Packed:
@@ -200,7 +229,8 @@ class _Packed:
 
     @property
     def _num_padded(self) -> int:
-        return -(-self._shape[0] // _SUPER) * _SUPER
+        block = _super_block()
+        return -(-self._shape[0] // block) * block
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(self._num_padded)
@@ -226,13 +256,13 @@ class NativeLinear(Linear):
 
 
 class NativeGatedLinear(GatedLinear):
-    """Gates and ups of a feed-forward in turn, 32 of each, so that one thread has both of an output."""
+    """Gates and ups of a feed-forward in turn, half a super-block of each, so that one thread has both of an output."""
 
     is_int8 = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         half = weight.shape[0] // 2
-        rows = torch.arange(half).view(-1, _HALF)
+        rows = torch.arange(half).view(-1, _super_block() // 2)
         self.packed = _Packed(weight, torch.stack([rows, rows + half], dim=1).flatten(), is_int8=self.is_int8)
         self.weight = self.packed.blocks
 

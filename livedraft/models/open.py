@@ -11,7 +11,7 @@ from livedraft.models.config import NATIVE_FAMILIES
 from livedraft.models.decoder import DecoderWeights
 from livedraft.models.hf_runtime import HFRuntime, load_hf_model, max_positions_of
 from livedraft.models.load import LoadedModel, build_weights, load_model, read_config, read_json
-from livedraft.models.native import make_decoder
+from livedraft.models.native import fitted, make_decoder
 from livedraft.models.step import ModelStep
 
 
@@ -20,6 +20,8 @@ class OpenModel:
     """A model read and checked, not yet given a cache."""
 
     fingerprint: str
+    path: ExecutionPath
+    """The one asked for, as this model can have it."""
     max_positions: int
     vocabulary_size: int
     eos_token_ids: tuple[int, ...]
@@ -34,7 +36,7 @@ class OpenModel:
             return sum(tensor.numel() for tensor in self.native.tensors.values())
         return sum(parameter.numel() for parameter in self.hf_model.parameters())
 
-    def kv_bytes_per_position(self, path: ExecutionPath, num_draft_layers: int) -> int:
+    def kv_bytes_per_position(self, num_draft_layers: int) -> int:
         """Keys and values of one token, for the target and a draft of so many of its layers."""
         if self.native is not None:
             config = self.native.config
@@ -44,13 +46,13 @@ class OpenModel:
             num_layers, num_draft_layers = int(raw.num_hidden_layers), 0
             num_heads = int(getattr(raw, "num_key_value_heads", None) or raw.num_attention_heads)
             width = int(getattr(raw, "head_dim", None) or raw.hidden_size // raw.num_attention_heads)
-        return 2 * (num_layers + num_draft_layers) * num_heads * width * path.dtype.itemsize
+        return 2 * (num_layers + num_draft_layers) * num_heads * width * self.path.dtype.itemsize
 
-    def runtime(self, path: ExecutionPath, *, num_slots: int, max_length: int) -> ModelStep:
+    def runtime(self, *, num_slots: int, max_length: int) -> ModelStep:
         """The model step with a cache of its own. Raises UserError when the model cannot be rewound."""
         if self.native is None or self.weights is None:
-            return HFRuntime(self.hf_model, num_slots=num_slots, max_length=max_length, device=path.device)
-        return make_decoder(self.native.config, self.weights, path, num_slots=num_slots, max_length=max_length)
+            return HFRuntime(self.hf_model, num_slots=num_slots, max_length=max_length, device=self.path.device)
+        return make_decoder(self.native.config, self.weights, self.path, num_slots=num_slots, max_length=max_length)
 
 
 def is_native(model_path: Path) -> bool:
@@ -68,18 +70,22 @@ def vocabulary_size_of(model_path: Path) -> int:
 def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:
     """Raises UserError when the path is wrong, a file is damaged, or the model is of a kind that cannot be served."""
     if not is_native(model_path):
+        path = fitted(path, None)
         hf_model, fingerprint = load_hf_model(model_path, path.dtype, path.device)
         eos = getattr(hf_model.config, "eos_token_id", None)
         return OpenModel(
             fingerprint=fingerprint,
+            path=path,
             max_positions=max_positions_of(hf_model),
             vocabulary_size=int(hf_model.config.vocab_size),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
             hf_model=hf_model,
         )
+    path = fitted(path, read_config(model_path))
     native = load_model(model_path, path.dtype)
     return OpenModel(
         fingerprint=native.fingerprint,
+        path=path,
         max_positions=native.config.max_positions,
         vocabulary_size=native.config.vocabulary_size,
         eos_token_ids=native.config.eos_token_ids,

@@ -6,16 +6,15 @@ from livedraft.config import EngineConfig, SpeculationConfig
 from livedraft.engine.slots import within_memory, within_model
 from livedraft.events import Events
 from livedraft.records import UserError
-from tests.tiny import FLOAT32
 
-KIB_A_POSITION = SimpleNamespace(kv_bytes_per_position=lambda path, num_draft_layers: 1024)
+KIB_A_POSITION = SimpleNamespace(kv_bytes_per_position=lambda num_draft_layers: 1024)
 
 
 def fitting(gib, **options):
     events, seen = Events(), []
     events.subscribe(seen.append)
     config = EngineConfig(kv_cache_gb=gib, max_model_len=1024, **options)  # one MiB a slot
-    return within_memory(config, KIB_A_POSITION, FLOAT32, SpeculationConfig(), events), seen
+    return within_memory(config, KIB_A_POSITION, SpeculationConfig(), events), seen
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from livedraft.drafts.weights import draft_from_target, serving_weights
 from livedraft.models import native as room
 from livedraft.models.decoder import Decoder
 from livedraft.models.load import build_weights
-from livedraft.models.native import NativeDecoder, make_decoder, quantized, unavailable_reason
+from livedraft.models.native import NativeDecoder, fitted, make_decoder, quantized, unavailable_reason, with_kernels
 from livedraft.records import UserError
 from livedraft.speculation.draft_model import DraftModel
 from tests import tiny
@@ -23,8 +23,26 @@ from tests.tiny import FLOAT32, random_model, request, serve
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no kernels: {unavailable_reason()}")
 
-COMPILED = ExecutionPath(device=torch.device("cpu"), dtype=torch.bfloat16, is_prepacked=True, is_compiled=True)
+COMPILED = ExecutionPath(device=torch.device("cpu"), dtype=torch.bfloat16, is_prepacked=False, is_compiled=True)
+BUILD = room._library.__wrapped__
 TORCH = dataclasses.replace(COMPILED, is_compiled=False)
+
+
+@pytest.fixture(autouse=True, params=["auto", "avx2"])
+def instructions(request, monkeypatch):
+    """What this CPU has, and what nearly every other has."""
+    if request.param == "auto":
+        return
+    with monkeypatch.context() as patched:
+        patched.setenv("LIVEDRAFT_KERNELS", "avx2")
+        library = BUILD()
+    assert not isinstance(library, str), library
+    if library.livedraft_super_block() == room._super_block():
+        pytest.skip("this CPU has AVX2 and no more: nothing else to test")
+    monkeypatch.setattr(room, "_library", lambda: library)
+
+
+ONCE = pytest.mark.parametrize("instructions", ["auto"], indirect=True)
 
 
 def shaped(config, **fields):
@@ -187,9 +205,26 @@ def test_shapes_the_kernels_do_not_know_are_served_by_torch():
     assert made.forward([1, 2], [0, 1], [0, 0], [1]).logits_RV.shape == (1, 64)
 
 
+@ONCE
+def test_on_a_cpu_without_bf16_products_only_the_compiled_step_runs_in_bf16():
+    float32 = dataclasses.replace(TORCH, dtype=torch.float32)
+    chosen = with_kernels(float32)
+    assert (chosen.dtype, chosen.is_compiled) == (torch.bfloat16, True)
+    assert with_kernels(float32, "float32") == float32  # asked for
+    assert fitted(chosen, model_of(FAMILIES["llama"]).config) == chosen
+    for other in (None, random_model().config):  # another family, another shape
+        assert (fitted(chosen, other).dtype, fitted(chosen, other).is_compiled) == (torch.float32, False)
+    assert fitted(COMPILED, None).dtype == torch.bfloat16  # asked for, or native
+
+
+@ONCE
 def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path)
-    build = room._library.__wrapped__
+    build = BUILD
+    monkeypatch.setenv("LIVEDRAFT_KERNELS", "sse")
+    with pytest.raises(UserError, match="LIVEDRAFT_KERNELS is 'sse'; give auto, avx2 or torch"):
+        build()
+    monkeypatch.delenv("LIVEDRAFT_KERNELS")
     monkeypatch.setenv("CXX", "/bin/false")
     assert "could not be built" in build()
     compiler = tmp_path / "broken"
@@ -202,6 +237,7 @@ def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
     assert "switched off" in build()
 
 
+@ONCE
 def test_two_processes_may_build_at_once(tmp_path):
     code = (
         "import sys; from pathlib import Path; from livedraft.models import native as room; "

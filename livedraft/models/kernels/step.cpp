@@ -1,4 +1,4 @@
-// One pass of a Llama-like decoder in bf16 on a CPU with AVX512-BF16: all layers in one parallel region.
+// One pass of a Llama-like decoder in bf16 on a CPU: all layers in one parallel region.
 //
 // Why beside torch: a pass of a small model is some three hundred small operations there, and each evicts the next one's code and
 // data from the caches. Here it is one call that streams every weight once. `Decoder` in decoder.py is the slow twin.
@@ -6,11 +6,13 @@
 // A row's numbers do not depend on how many rows are in the pass, nor on the number of threads: every output is summed by one thread,
 // over the inputs in order. So verification of k drafted tokens gives bit for bit what plain decoding gives.
 //
-// Activations are float32; they are rounded to bf16 where they enter a product. Weights are bf16, or int8 with one scale an output
-// (widened to bf16 in registers, which is exact: half the bytes to read). They lie in super-blocks of 64 outputs:
-// [outputs / 64][inputs / 2][64][2], so that a thread reads them from front to back.
+// Weights are bf16, or int8 with one scale an output (half the bytes to read). They lie in super-blocks of four vectors of outputs,
+// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Activations are float32;
+// where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a product, elsewhere (AVX512,
+// AVX2) weights are widened in registers, which is a shift.
 //
-// Legend: N rows of this pass, D width, F feed-forward width, H query heads, G key-value heads, E head width, T cache positions.
+// Legend: W floats of a vector register, N rows of this pass, D width, F feed-forward width, H query heads, G key-value heads,
+// E head width, T cache positions.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -61,87 +63,175 @@ struct Model {
 
 namespace {
 
-constexpr int kSuper = 64;       // outputs of a super-block
-constexpr int kMaxTile = 6;      // rows multiplied with a block at a time: 6 rows x 4 vectors of sums fit the registers
+// --- one vector register ---------------------------------------------------------------------------------------------
+// The compiler's own vector types (GCC, Clang) spell most of it; what they cannot say is in the intrinsics of the two widths.
+
+#ifdef __AVX512F__
+constexpr int W = 16;
+constexpr int kMaxTile = 6;      // rows multiplied with a block at a time: 6 rows x 4 vectors of sums fit the 32 registers
+#else
+constexpr int W = 8;
+constexpr int kMaxTile = 3;      // of 16 registers
+#endif
+constexpr int kSuper = 4 * W;
 constexpr int kPrefetch = 1024;  // bytes ahead
 
-inline __m512 widen(const bf16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
+typedef float floats __attribute__((vector_size(4 * W)));
+typedef int32_t ints __attribute__((vector_size(4 * W)));
+typedef int16_t shorts __attribute__((vector_size(2 * W)));
+typedef uint16_t halves __attribute__((vector_size(2 * W)));
+
+template <class Vector>
+inline Vector load_as(const void* from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
 }
 
-inline void narrow(__m512 x, bf16* out) { _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline floats load(const float* from) { return load_as<floats>(from); }
+inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof x); }
+inline floats all(float x) { return x - floats{}; }
+
+inline floats widen(const bf16* x) {
+    return (floats)(__builtin_convertvector(load_as<halves>(x), ints) << 16);
+}
+
+// 2 W neighbouring bf16 as the even ones and the odd ones.
+struct Pairs {
+    floats even, odd;
+};
+
+inline Pairs widen_pairs(const bf16* x) {
+    const ints both = load_as<ints>(x);
+    return {(floats)(both << 16), (floats)(both & (ints{} + (int)0xffff0000))};
+}
+
+inline Pairs widen_pairs(const int8_t* x) {
+    const ints both = __builtin_convertvector(load_as<shorts>(x), ints);
+    return {__builtin_convertvector((both << 24) >> 24, floats), __builtin_convertvector(both >> 8, floats)};
+}
+
+#ifdef __AVX512F__
+inline float sum_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+inline float sum_of(floats x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#endif
+
+// Rounded to the nearest bf16, ties to even; a NaN stays one.
+inline void narrow(floats x, bf16* out) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    const ints bits = (ints)x;
+    const ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const halves result = __builtin_convertvector(x == x ? rounded : ints{} + 0x7fc0, halves);
+    std::memcpy(out, &result, sizeof result);
+#endif
+}
+
+inline void narrow(floats x, float* out) { store(out, x); }
 
 // exp for x <= about 88, to a few units in the last place (Cephes' polynomial).
-inline __m512 exp512(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.3f), x);  // in this order a NaN stays one: the engine must see it
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+inline floats exp_of(floats x) {
+    x = x < -87.3f ? all(-87.3f) : x;  // a NaN stays one: the engine must see it
+    const floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const floats n = (x * 1.44269504f + shift) - shift;
+    floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + (r + 1.0f);
+    return p * (floats)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
 // --- products --------------------------------------------------------------------------------------------------------
+// `Input` is what activations are stored as, and `multiply_add` one pair of inputs into sums of W outputs.
 
-inline __m512bh load_weights(const bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
+#ifdef __AVX512BF16__
+using Input = bf16;
+using WeightPairs = __m512bh;
+using InputPair = __m512bh;
 
-inline __m512bh load_weights(const int8_t* at) {
+inline WeightPairs load_weights(const bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+inline WeightPairs load_weights(const int8_t* at) {
     const __m256i bytes = _mm256_loadu_si256((const __m256i*)at);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
     return _mm512_cvtne2ps_pbh(high, low);
 }
 
-// Sums of ROWS rows with VECTORS x 16 neighbouring outputs of one super-block, inputs in order.
+inline InputPair load_pair(const Input* at) { return (__m512bh)_mm512_set1_epi32(load_as<int>(at)); }
+
+inline floats multiply_add(WeightPairs weights, InputPair inputs, floats sum) {
+    return (floats)_mm512_dpbf16_ps((__m512)sum, weights, inputs);
+}
+#else
+using Input = float;
+using WeightPairs = Pairs;
+using InputPair = Pairs;
+
+inline WeightPairs load_weights(const bf16* at) { return widen_pairs(at); }
+inline WeightPairs load_weights(const int8_t* at) { return widen_pairs(at); }
+inline InputPair load_pair(const Input* at) { return {all(at[0]), all(at[1])}; }
+
+inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, floats sum) {
+    sum = weights.even * inputs.even + sum;
+    return weights.odd * inputs.odd + sum;
+}
+#endif
+
+// Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order.
 template <int ROWS, int VECTORS, class Weight>
-inline void multiply(const Weight* block, const bf16* x, int stride, int num_inputs, __m512 (*sums)[VECTORS]) {
-    for (int m = 0; m < ROWS; ++m)
-        for (int v = 0; v < VECTORS; ++v) sums[m][v] = _mm512_setzero_ps();
+inline void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
+    floats own[ROWS][VECTORS] = {};
     for (int pair = 0; pair < num_inputs / 2; ++pair, block += 2 * kSuper) {
-        __m512bh w[VECTORS];
+        WeightPairs w[VECTORS];
         for (int v = 0; v < VECTORS; ++v) {
-            _mm_prefetch((const char*)(block + 32 * v) + kPrefetch, _MM_HINT_T0);
-            w[v] = load_weights(block + 32 * v);
+            _mm_prefetch((const char*)(block + 2 * W * v) + kPrefetch, _MM_HINT_T0);
+            w[v] = load_weights(block + 2 * W * v);
         }
         for (int m = 0; m < ROWS; ++m) {
-            int both;
-            std::memcpy(&both, x + (size_t)m * stride + 2 * pair, 4);
-            const __m512bh in = (__m512bh)_mm512_set1_epi32(both);
-            for (int v = 0; v < VECTORS; ++v) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], w[v], in);
+            const InputPair in = load_pair(x + (size_t)m * stride + 2 * pair);
+            for (int v = 0; v < VECTORS; ++v) own[m][v] = multiply_add(w[v], in, own[m][v]);
         }
     }
+    for (int m = 0; m < ROWS; ++m)
+        for (int v = 0; v < VECTORS; ++v) sums[m][v] = own[m][v];
 }
 
 // write(row, first output, vectors of sums) for all rows; VECTORS of them.
 template <int VECTORS, class Weight, class Write>
-void multiply_rows(const Matrix& matrix, int first_output, const bf16* x, int stride, int num_rows, const Write& write) {
+void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
     const Weight* block = (const Weight*)matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
                           2 * (first_output % kSuper);
     for (int row = 0; row < num_rows;) {
         const int left = num_rows - row;
         const int rows = left > kMaxTile && left < 2 * kMaxTile ? (left + 1) / 2 : std::min(left, kMaxTile);
-        __m512 sums[kMaxTile][VECTORS];
-        const bf16* from = x + (size_t)row * stride;
+        floats sums[kMaxTile][VECTORS];
+        const Input* from = x + (size_t)row * stride;
         switch (rows) {
             case 1: multiply<1, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
             case 2: multiply<2, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
             case 3: multiply<3, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
-            case 4: multiply<4, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
-            case 5: multiply<5, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
-            default: multiply<6, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
+            case 4: multiply<std::min(4, kMaxTile), VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
+            case 5: multiply<std::min(5, kMaxTile), VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
+            default: multiply<kMaxTile, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
         }
         for (int m = 0; m < rows; ++m) write(row + m, first_output, sums[m]);
         row += rows;
     }
 }
 
-// This thread's share of the outputs, in units of 16.
+// This thread's share of some units: vectors of outputs, super-blocks, heads or rows.
 struct Share {
     int begin, end;
     Share(int num_units, int thread, int num_threads)
@@ -150,51 +240,48 @@ struct Share {
 };
 
 template <class Weight, class Write>
-void linear_of(const Matrix& matrix, const bf16* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
-    const Share share((matrix.num_outputs + 15) / 16, thread, num_threads);
+void linear_of(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+    const Share share((matrix.num_outputs + W - 1) / W, thread, num_threads);
     for (int unit = share.begin; unit < share.end;) {
         const int vectors = std::min(4 - unit % 4, share.end - unit);
-        auto each = [&](int row, int first_output, __m512* sums) {
+        auto each = [&](int row, int first_output, floats* sums) {
             for (int v = 0; v < vectors; ++v) {
-                const int output = first_output + 16 * v;
-                __m512 sum = sums[v];
-                if (matrix.scales) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(matrix.scales + output));
-                if (matrix.bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(matrix.bias + output));
+                const int output = first_output + W * v;
+                floats sum = sums[v];
+                if (matrix.scales) sum *= load(matrix.scales + output);
+                if (matrix.bias) sum += load(matrix.bias + output);
                 write(row, output, sum);
             }
         };
         switch (vectors) {
-            case 1: multiply_rows<1, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            case 2: multiply_rows<2, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            case 3: multiply_rows<3, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
-            default: multiply_rows<4, Weight>(matrix, 16 * unit, x, stride, num_rows, each); break;
+            case 1: multiply_rows<1, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 2: multiply_rows<2, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 3: multiply_rows<3, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
+            default: multiply_rows<4, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
         }
         unit += vectors;
     }
 }
 
 template <class Write>
-void linear(const Matrix& matrix, const bf16* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
     if (matrix.scales)
         linear_of<int8_t>(matrix, x, stride, num_rows, thread, num_threads, write);
     else
         linear_of<bf16>(matrix, x, stride, num_rows, thread, num_threads, write);
 }
 
-// silu(gate) * up, 32 of each in a super-block.
-void gated_linear(const Matrix& matrix, const bf16* x, int stride, int num_rows, bf16* out, int out_stride, int thread,
+// silu(gate) * up, 2 W of each in a super-block.
+void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows, Input* out, int out_stride, int thread,
                   int num_threads) {
     const Share share(matrix.num_outputs / kSuper, thread, num_threads);
     for (int super = share.begin; super < share.end; ++super) {
-        auto write = [&](int row, int, __m512* sums) {
-            for (int v = 0; v < 4 && matrix.scales; ++v)
-                sums[v] = _mm512_mul_ps(sums[v], _mm512_loadu_ps(matrix.scales + super * kSuper + 16 * v));
+        auto write = [&](int row, int, floats* sums) {
+            for (int v = 0; v < 4 && matrix.scales; ++v) sums[v] *= load(matrix.scales + super * kSuper + W * v);
             for (int v = 0; v < 2; ++v) {
-                const __m512 gate = sums[v];
-                const __m512 one = _mm512_set1_ps(1.0f);
-                const __m512 decay = exp512(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate), _mm512_set1_ps(88.0f)));
-                const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, decay));
-                narrow(_mm512_mul_ps(silu, sums[v + 2]), out + (size_t)row * out_stride + super * 32 + 16 * v);
+                const floats gate = sums[v];
+                const floats decay = exp_of(-gate > 88.0f ? all(88.0f) : -gate);
+                narrow(gate / (1.0f + decay) * sums[v + 2], out + (size_t)row * out_stride + super * 2 * W + W * v);
             }
         };
         if (matrix.scales)
@@ -207,88 +294,93 @@ void gated_linear(const Matrix& matrix, const bf16* x, int stride, int num_rows,
 // --- the parts of a layer --------------------------------------------------------------------------------------------
 
 float inverse_rms(const float* x, int width, float eps) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < width; i += 16) {
-        const __m512 v = _mm512_loadu_ps(x + i);
-        sum = _mm512_fmadd_ps(v, v, sum);
-    }
-    return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / width + eps);
+    floats sum = {};
+    for (int i = 0; i < width; i += W) sum = load(x + i) * load(x + i) + sum;
+    return 1.0f / std::sqrt(sum_of(sum) / width + eps);
 }
 
-void norm_row(const float* x, const float* weight, int width, float eps, bf16* out) {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x, width, eps));
-    for (int i = 0; i < width; i += 16)
-        narrow(_mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)), out + i);
+template <class Output>
+void norm_row(const float* x, const float* weight, int width, float eps, Output* out) {
+    const float scale = inverse_rms(x, width, eps);
+    for (int i = 0; i < width; i += W) narrow(load(x + i) * scale * load(weight + i), out + i);
 }
 
 void rotate(float* x, const float* cos, const float* sin, int half) {
-    for (int i = 0; i < half; i += 16) {
-        const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
-        const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
-        _mm512_storeu_ps(x + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    for (int i = 0; i < half; i += W) {
+        const floats a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
     }
 }
 
 // Norm (Qwen3) and rotation of one head.
 void prepare_head(float* x, const float* norm, const Model& model, int position) {
     const int E = model.head_width;
-    if (norm) {
-        const __m512 scale = _mm512_set1_ps(inverse_rms(x, E, model.norm_eps));
-        for (int i = 0; i < E; i += 16)
-            _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(norm + i)));
-    }
+    if (norm) norm_row(x, norm, E, model.norm_eps, x);
     rotate(x, model.cos + (size_t)position * (E / 2), model.sin + (size_t)position * (E / 2), E / 2);
 }
 
-void narrow_row(const float* x, int width, bf16* out) {
-    for (int i = 0; i < width; i += 16) narrow(_mm512_loadu_ps(x + i), out + i);
+template <class Output>
+void narrow_row(const float* x, int width, Output* out) {
+    for (int i = 0; i < width; i += W) narrow(load(x + i), out + i);
 }
 
-// One query head over `length` keys and values; E = 16 * LANES.
-template <int LANES>
-void attend(const bf16* query, const bf16* keys, const bf16* values, int length, float scale, float* scores, bf16* out) {
-    constexpr int E = 16 * LANES;
-    __m512bh q[LANES / 2];
-    for (int i = 0; i < LANES / 2; ++i) q[i] = (__m512bh)_mm512_loadu_si512(query + 32 * i);
+// One query head's products with one key, E = 2 W * PAIRS.
+template <int PAIRS>
+struct Query {
+#ifdef __AVX512BF16__
+    __m512bh pairs[PAIRS];
+    explicit Query(const Input* query) {
+        for (int i = 0; i < PAIRS; ++i) pairs[i] = (__m512bh)_mm512_loadu_si512(query + 2 * W * i);
+    }
+    float dot(const bf16* key) const {
+        __m512 sum = _mm512_setzero_ps();
+        for (int i = 0; i < PAIRS; ++i) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + 2 * W * i), pairs[i]);
+        return _mm512_reduce_add_ps(sum);
+    }
+#else
+    Pairs pairs[PAIRS];
+    explicit Query(const Input* query) {
+        for (int i = 0; i < 2 * W * PAIRS; ++i) (i % 2 ? pairs[i / (2 * W)].odd : pairs[i / (2 * W)].even)[i / 2 % W] = query[i];
+    }
+    float dot(const bf16* key) const {
+        floats sum = {};
+        for (int i = 0; i < PAIRS; ++i) sum = multiply_add(widen_pairs(key + 2 * W * i), pairs[i], sum);
+        return sum_of(sum);
+    }
+#endif
+};
+
+// One query head over `length` keys and values.
+template <int E>
+void attend(const Input* query_, const bf16* keys, const bf16* values, int length, float scale, float* scores, Input* out) {
+    const Query<E / (2 * W)> query(query_);
     float largest = -INFINITY;
     for (int t = 0; t < length; ++t) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int i = 0; i < LANES / 2; ++i)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(keys + (size_t)t * E + 32 * i), q[i]);
-        scores[t] = _mm512_reduce_add_ps(sum) * scale;
+        scores[t] = query.dot(keys + (size_t)t * E) * scale;
         largest = std::max(largest, scores[t]);
     }
-    for (int t = length; t % 16; ++t) scores[t] = -INFINITY;  // exp512 makes it next to nothing; see `total`
-    float total = 0.0f;
-    for (int t = 0; t < length; t += 16) {
-        const __mmask16 mask = length - t >= 16 ? 0xffff : (__mmask16)((1 << (length - t)) - 1);
-        const __m512 p = _mm512_maskz_mov_ps(
-            mask, exp512(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + t), _mm512_set1_ps(largest))));
-        _mm512_mask_storeu_ps(scores + t, mask, p);
-        total += _mm512_reduce_add_ps(p);
+    for (int t = length; t % W; ++t) scores[t] = -INFINITY;  // exp_of makes it 1e-38, next to a total of at least 1
+    floats totals = {};
+    for (int t = 0; t < length; t += W) {
+        const floats p = exp_of(load(scores + t) - largest);
+        store(scores + t, p);
+        totals += p;
     }
-    __m512 sums[LANES];
-    for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();
-    for (int t = 0; t < length; ++t) {
-        const __m512 p = _mm512_set1_ps(scores[t]);
-        for (int i = 0; i < LANES; ++i) sums[i] = _mm512_fmadd_ps(p, widen(values + (size_t)t * E + 16 * i), sums[i]);
-    }
-    const __m512 inverse = _mm512_set1_ps(1.0f / total);
-    for (int i = 0; i < LANES; ++i) narrow(_mm512_mul_ps(sums[i], inverse), out + 16 * i);
+    floats sums[E / W] = {};
+    for (int t = 0; t < length; ++t)
+        for (int i = 0; i < E / W; ++i) sums[i] = scores[t] * widen(values + (size_t)t * E + W * i) + sums[i];
+    const float inverse = 1.0f / sum_of(totals);
+    for (int i = 0; i < E / W; ++i) narrow(sums[i] * inverse, out + W * i);
 }
 
 struct Workspace {
     std::vector<float> hidden, query_key_value;
-    std::vector<bf16> normed, queries, attended, activated, last;
+    std::vector<Input> normed, queries, attended, activated, last;
     std::vector<std::vector<float>> scores;
 };
 
 }  // namespace
-
-extern "C" {
-
-}  // extern "C"
 
 // Weights [outputs, inputs] row by row into super-blocks; `order[i]` is the row that becomes output i, the last block is padded.
 template <class Weight>
@@ -317,6 +409,8 @@ void livedraft_pack_int8(const int8_t* weights, const int* order, int num_output
     pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
 }
 
+int livedraft_super_block() { return kSuper; }
+
 void* livedraft_workspace() { return new Workspace(); }
 void livedraft_free_workspace(void* workspace) { delete static_cast<Workspace*>(workspace); }
 
@@ -342,7 +436,7 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
     for (auto& one : work.scores) grow(one, model.max_length + 16);
     float* hidden = work.hidden.data();
     float* qkv = work.query_key_value.data();
-    bf16 *normed = work.normed.data(), *queries = work.queries.data(), *attended = work.attended.data();
+    Input *normed = work.normed.data(), *queries = work.queries.data(), *attended = work.attended.data();
     const float scale = 1.0f / std::sqrt((float)E);
 
 #pragma omp parallel num_threads(num_threads)
@@ -350,15 +444,15 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const Share rows(N, thread, threads);
         for (int n = rows.begin; n < rows.end; ++n)
-            for (int i = 0; i < D; i += 16)
-                _mm512_storeu_ps(hidden + (size_t)n * D + i, widen(model.embedding + (size_t)tokens[n] * D + i));
+            for (int i = 0; i < D; i += W)
+                store(hidden + (size_t)n * D + i, widen(model.embedding + (size_t)tokens[n] * D + i));
         for (int index = 0; index < model.num_layers; ++index) {
             const Layer& layer = model.layers[index];
             for (int n = rows.begin; n < rows.end; ++n)
                 norm_row(hidden + (size_t)n * D, layer.attention_norm, D, model.norm_eps, normed + (size_t)n * D);
 #pragma omp barrier
-            linear(layer.query_key_value, normed, D, N, thread, threads, [&](int n, int output, __m512 sum) {
-                _mm512_storeu_ps(qkv + (size_t)n * QKV_stride + output, sum);
+            linear(layer.query_key_value, normed, D, N, thread, threads, [&](int n, int output, floats sum) {
+                store(qkv + (size_t)n * QKV_stride + output, sum);
             });
 #pragma omp barrier
             const Share heads(N * (H + 2 * G), thread, threads);
@@ -387,16 +481,16 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
                 const bf16 *keys = layer.keys + slot, *values = layer.values + slot;
                 const int length = positions[n] + 1;
                 switch (E) {
-                    case 32: attend<2>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 64: attend<4>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 96: attend<6>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    default: attend<8>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    case 32: attend<32>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    case 64: attend<64>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    case 96: attend<96>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    default: attend<128>(queries + at, keys, values, length, scale, scores, attended + at); break;
                 }
             }
 #pragma omp barrier
-            auto add = [&](int n, int output, __m512 sum) {
+            auto add = [&](int n, int output, floats sum) {
                 float* to = hidden + (size_t)n * D + output;
-                _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
+                store(to, load(to) + sum);
             };
             linear(layer.attention_output, attended, X, N, thread, threads, add);
 #pragma omp barrier
@@ -414,10 +508,8 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
 #pragma omp barrier
         const int V = model.head.num_outputs;
         if (num_logits > 0)
-            linear(model.head, work.last.data(), D, num_logits, thread, threads, [&](int r, int output, __m512 sum) {
-                const int left = V - output;
-                const __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1 << left) - 1);
-                _mm512_mask_storeu_ps(logits + (size_t)r * V + output, mask, sum);
+            linear(model.head, work.last.data(), D, num_logits, thread, threads, [&](int r, int output, floats sum) {
+                std::memcpy(logits + (size_t)r * V + output, &sum, sizeof(float) * std::min(W, V - output));
             });
     }
 }
