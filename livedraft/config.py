@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Loss = Literal["forward_kl", "neg_log_alpha", "hybrid"]
-LOSSES: tuple[Loss, ...] = ("forward_kl", "neg_log_alpha", "hybrid")
+Loss = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "hybrid", "cross_entropy"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 LEARNING_RATES = (3e-3, 1e-3)
 """What a stream's own rate is chosen from where none is given."""
 
@@ -146,6 +146,129 @@ class LearningConfig:
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
         _require(0.0 <= self.replay_spacing < 1.0, f"replay_spacing must lie in [0, 1), got {self.replay_spacing}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Offline distillation (`livedraft distill`)."""
+
+    method: Literal["distillspec", "adaspec"] = "adaspec"
+    """adaspec trains the DistillSpec draft first, as its reference, and reports both."""
+    loss: Loss = "forward_kl"
+    epochs: int = 3
+    reference_epochs: int | None = None
+    """Of the DistillSpec run that an AdaSPEC run starts with; None is as many as `epochs`."""
+    batch_size: int = 8
+    """Requests a step, over all processes."""
+    learning_rate: float = 3e-3
+    warmup_steps: int = 5
+    decay_from_step: int = 80
+    averaging: float = 0.99
+    select_fraction: float = 0.4
+    """Share of each window's positions that AdaSPEC keeps."""
+    select: Literal["top", "bottom", "random"] = "top"
+    """Largest gains, smallest gains, or any: the paper's ablations."""
+    rescale_rate: bool = True
+    """The learning rate times the fraction kept, as published: a step then teaches from that much less."""
+    source: Literal["target", "student", "mix"] = "target"
+    """Whose texts are learnt from. The draft's own are written afresh at the start of each epoch and judged by the target."""
+    mix_level: Literal["token", "request"] = "request"
+    """What is mixed: texts, or the tokens within each."""
+    student_share: float = 0.5
+    """Of the texts or tokens of a mixture."""
+    teacher: Literal["top", "full"] = "top"
+    """The target's 64 likeliest tokens at each position, kept with the responses; or all, from the target in memory."""
+    temperature: float = 0.0
+    """That responses are drawn at."""
+    max_tokens: int = 128
+    validation_share: float = 0.1
+    """Of the prompts, chosen by their text; never trained on."""
+    validate_steps: int = 50
+    checkpoint_steps: int = 50
+    save_steps: int = 0
+    """Keep the draft of every so many steps, to compare runs at equal work; 0 keeps the last one."""
+    micro_batch_tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "method": ("distillspec", "adaspec"), "loss": LOSSES, "select": ("top", "bottom", "random"),
+            "source": ("target", "student", "mix"), "mix_level": ("token", "request"), "teacher": ("top", "full"),
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            _require(
+                getattr(self, name) in allowed,
+                f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.",
+            )
+        for name in ("epochs", "batch_size", "validate_steps", "checkpoint_steps", "micro_batch_tokens", "max_tokens"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("warmup_steps", "decay_from_step", "save_steps"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}.")
+        epochs = self.reference_epochs
+        _require(epochs is None or epochs >= 1, f"reference_epochs must be at least 1, got {epochs}.")
+        _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
+        _require(0.0 < self.select_fraction <= 1.0, f"select_fraction must lie in (0, 1], got {self.select_fraction}.")
+        _require(0.0 < self.student_share < 1.0, f"student_share must lie in (0, 1), got {self.student_share}.")
+        share = self.validation_share
+        _require(0.0 < share < 1.0, f"validation_share must lie in (0, 1), got {share}.")
+        _require(0.0 <= self.temperature <= 100.0, f"temperature must lie in [0, 100], got {self.temperature}.")
+
+    @property
+    def learning(self) -> LearningConfig:
+        """What the trainer reads."""
+        return LearningConfig(
+            loss=self.loss, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, seed=self.seed,
+            decay_from_step=self.decay_from_step, averaging=self.averaging, micro_batch_tokens=self.micro_batch_tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRunConfig:
+    """What `livedraft distill` works on. Exactly one of `prompts` and `traces` is given."""
+
+    target: str = "smollm2-135m"
+    """A pulled name, a folder, a .gguf file, or a name on the Hugging Face hub."""
+    draft: str = "auto"
+    """auto takes layers of the target; else a draft's folder, or a small model with the same tokenizer (folder or hub name)."""
+    draft_layers: int = 2
+    max_vocabulary_size: int = 8192
+    """The most rows an auto draft's head may have; the responses choose which."""
+    prompts: str | None = None
+    """A JSON lines file with `messages` or `turns`, or hub:DATASET:CONFIG:SPLIT:PROMPT_COLUMN[:RESPONSE_COLUMN]."""
+    traces: str | None = None
+    """Responses recorded before, by `bench replay --save-traces` or `traces export`."""
+    limit: int | None = None
+    responses: Literal["generated", "given"] = "generated"
+    """given: each prompt's own `response`, or its last message when that is the assistant's."""
+    reference: str | None = None
+    """The folder of a draft already distilled, for AdaSPEC, in place of distilling one."""
+    finetune_target: str | None = None
+    """First train the target on these prompts and their given responses (AdaSPEC, step 1)."""
+    out: str = "distilled"
+    dtype: str = "auto"
+    threads: int | None = None
+    concurrency: int = 16
+    """Responses generated together."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.prompts is None) != (self.traces is None),
+            "give either prompts (a file of prompts) or traces (recorded responses).",
+        )
+        _require(self.draft_layers >= 1, f"draft_layers must be at least 1, got {self.draft_layers}.")
+        _require(
+            self.max_vocabulary_size >= 1, f"max_vocabulary_size must be at least 1, got {self.max_vocabulary_size}."
+        )
+        _require(self.limit is None or self.limit >= 2, f"limit must be at least 2, got {self.limit}.")
+        _require(
+            self.responses in ("generated", "given"), f"responses must be generated or given, got {self.responses!r}."
+        )
+        _require(self.concurrency >= 1, f"concurrency must be at least 1, got {self.concurrency}.")
+        _require(
+            self.traces is None or self.responses == "generated",
+            "responses is given, but traces hold their own; leave it out.",
+        )
 
 
 OSD_SETTINGS: dict[str, object] = {

@@ -3,12 +3,13 @@ resident."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 from livedraft.config import SpeculationConfig
 from livedraft.device import ExecutionPath
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.registry import MANIFEST_NAME, WEIGHTS_NAME, Registry, new_version_id
 from livedraft.drafts.weights import (
     DamagedDraftError,
     DraftWeights,
@@ -86,16 +87,20 @@ class DraftSource:
 
     def resident(self, version_id: str) -> DraftModel:
         """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
+        name = Path(version_id).resolve().name if is_whole_model(version_id) else version_id
+        return self.laid_out(self.weights(version_id), name)
+
+    def weights(self, version_id: str) -> DraftWeights:
+        """As they are trained: float32. Raises UserError for what is not there or does not fit."""
         if is_whole_model(version_id):
-            path = Path(version_id)
-            return self._resident(self._whole_model(path), path.resolve().name)
+            return self._whole_model(Path(version_id))
         if version_id != UNTRAINED:
-            return self._resident(self._stored_draft(version_id), version_id)
+            return self._stored_draft(version_id)
         if self._untrained is None:
             raise UserError("This LLM was made without a draft; leave out draft='none'.")
-        return self._resident(self._untrained, version_id)
+        return self._untrained
 
-    def _resident(self, weights: DraftWeights, version: str) -> DraftModel:
+    def laid_out(self, weights: DraftWeights, version: str) -> DraftModel:
         target = self.target
         native = target if isinstance(target, Decoder) else None
         config = weights.config or (native.config if native else None)
@@ -137,8 +142,9 @@ class DraftSource:
 
     def _stored_draft(self, version_id: str) -> DraftWeights:
         folder = Path(version_id)
-        if (folder / "draft.safetensors").exists():
-            return load_draft(folder / "draft.safetensors")
+        if (folder / WEIGHTS_NAME).exists():
+            self._check_manifest(folder)
+            return load_draft(folder / WEIGHTS_NAME)
         manifest = self.registry.manifest(version_id) if self.registry else {}
         if self.registry is None or not manifest:
             raise UserError(
@@ -150,6 +156,18 @@ class DraftSource:
         if version.tokenizer_fingerprint != self.tokenizer.fingerprint:
             raise UserError(f"Version {version.id} was trained with another tokenizer.")
         return self.registry.load(version)
+
+    def _check_manifest(self, folder: Path) -> None:
+        """A draft's folder from elsewhere may say what it was trained for."""
+        try:
+            manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        for name, ours in (("target", self.target_fingerprint), ("tokenizer", self.tokenizer.fingerprint)):
+            theirs = manifest.get(f"{name}_fingerprint", ours)
+            # Rounding the target's weights changes it too little for a draft to mind.
+            if theirs.removesuffix("-int8") != ours.removesuffix("-int8"):
+                raise UserError(f"The draft in {folder} was trained for another {name} ({theirs}).")
 
     def first(self, draft: str) -> DraftModel | None:
         """What serving starts with: as asked, or what is in service, or an untrained one. None: this target decodes plainly.
@@ -192,6 +210,8 @@ class DraftSource:
             resident = self.resident(draft)
             self.registry.serve(draft, ROUTE, {"promoted_by": "the command line"})
             return resident
+        if serving is None and (Path(draft) / WEIGHTS_NAME).exists():
+            return self.resident(self._publish(self._stored_draft(draft)).id)
         raise UserError(
             f"Learning goes on from the drafts in {self.registry.state}; take {draft} in with `livedraft drafts import`, or "
             "serve it with --no-learn."

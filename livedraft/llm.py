@@ -41,6 +41,7 @@ from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
 from livedraft.models.native import quantized, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
+from livedraft.models.step import ModelStep
 from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
@@ -324,6 +325,19 @@ class LLM:
     def resident_draft(self, version_id: str) -> DraftModel:
         """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
         return self._drafts.resident(version_id)
+
+    def draft_weights(self, version_id: str) -> DraftWeights:
+        """A version, "untrained", a draft's folder or a whole small model, as it is trained: in float32."""
+        return self._drafts.weights(version_id)
+
+    def laid_out(self, weights: DraftWeights, version: str) -> DraftModel:
+        """Draft weights made ready to run beside this target, with a cache of their own."""
+        return self._drafts.laid_out(weights, version)
+
+    @property
+    def target(self) -> ModelStep:
+        """The target's model step, whose slots are the engine's: not for use while requests run."""
+        return self._target
 
     def prior_of(self, draft: DraftModel | None) -> float:
         """The acceptance to expect of a resident draft."""

@@ -6,6 +6,7 @@ The environment writes LIVEDRAFT_SERVER__PORT=9000, the file a table [server] wi
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,15 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from livedraft.config import EngineConfig, LearningConfig, ServedModelConfig, ServerConfig, SpeculationConfig
+from livedraft.config import (
+    DistillConfig,
+    DistillRunConfig,
+    EngineConfig,
+    LearningConfig,
+    ServedModelConfig,
+    ServerConfig,
+    SpeculationConfig,
+)
 from livedraft.records import UserError
 
 if sys.version_info >= (3, 11):
@@ -59,28 +68,40 @@ def load_settings(
     `flags` holds only what was given; None values do not count.
     """
     file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
-    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
+    return Settings(**_merged(SECTIONS, sources | {"the command line": _given(flags)}))
+
+
+def load_recipe(file: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> tuple[DistillRunConfig, DistillConfig]:
+    """What `livedraft distill` does: defaults < recipe < flags. Raises UserError as `load_settings`."""
+    sources = {str(file): _from_file(file) if file else {}, "the command line": _given(flags)}
+    merged = _merged({"run": DistillRunConfig, "distill": DistillConfig}, sources)
+    return merged["run"], merged["distill"]
+
+
+def _given(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {k: v for k, v in values.items() if v is not None} for name, values in flags.items()}
+
+
+def _merged(sections: Mapping[str, type], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Each section's dataclass from all sources, later ones first."""
+    merged: dict[str, dict[str, Any]] = {name: {} for name in sections}
     origin: dict[tuple[str, str], str] = {}
-    given = {name: {k: v for k, v in values.items() if v is not None} for name, values in flags.items()}
-    for source, values in (
-        (str(file), _from_file(file) if file else {}),
-        ("the environment", _from_environment(environment)),
-        ("the command line", given),
-    ):
+    for source, values in sources.items():
         for section, entries in values.items():
-            _check_name(section, list(SECTIONS), source)
+            _check_name(section, list(sections), source)
             if not isinstance(entries, Mapping):
                 raise UserError(f"{section} in {source} must be a table of settings.")
             for key, value in entries.items():
-                _check_name(key, [one.name for one in fields(SECTIONS[section])], f"[{section}] of {source}")
+                _check_name(key, [one.name for one in fields(sections[section])], f"[{section}] of {source}")
                 merged[section][key] = value
                 origin[section, key] = source
-    return Settings(**{section: _section(section, values, origin) for section, values in merged.items()})
+    return {section: _section(section, sections[section], values, origin) for section, values in merged.items()}
 
 
-def _section(section: str, values: dict[str, Any], origin: Mapping[tuple[str, str], str]) -> Any:
+def _section(section: str, kind: type, values: dict[str, Any], origin: Mapping[tuple[str, str], str]) -> Any:
     try:
-        return _ADAPTERS[section].validate_python(values)
+        return _adapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
@@ -89,7 +110,9 @@ def _section(section: str, values: dict[str, Any], origin: Mapping[tuple[str, st
         raise UserError(f"{section}.{key}: {message}{where}." if key else f"{section}: {message}.") from error
 
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in SECTIONS.items()}
+@functools.lru_cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from safetensors import SafetensorError
 
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
@@ -34,7 +33,7 @@ from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.forward import TargetParts
-from livedraft.learning.store import TraceStore, read_shard, write_shard
+from livedraft.learning.store import TraceStore, read_recorded, write_shard
 from livedraft.learning.trainer import Trainer
 from livedraft.learning.worker import Worker
 from livedraft.llm import LLM
@@ -119,7 +118,7 @@ def run(
             else:
                 traces, learner = _record(prompts, sampling, concurrency, model, dtype, learning, report)
         else:
-            recorded = {path.stem: read_traces(path) for path in from_traces}
+            recorded = {path.stem: read_recorded(path) for path in from_traces}
             ordered = _ordered(recorded, limit, shift=shift, mix=mix, seed=learning.seed)
             traces = [trace for _, trace in ordered]
             if len(recorded) > 1:
@@ -170,14 +169,6 @@ def _ordered(
     if mix:
         random.Random(seed).shuffle(ordered)
     return ordered
-
-
-def read_traces(path: Path) -> list[Trace]:
-    """What --save-traces wrote. Raises UserError."""
-    try:
-        return read_shard(path)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as recorded traces ({error}).") from error
 
 
 def _check_target(traces: Sequence[Trace], learner: Learner) -> None:

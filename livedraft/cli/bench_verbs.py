@@ -19,6 +19,7 @@ from livedraft.cli.options import (
     Threads,
     settings_of,
 )  # fmt: skip
+from livedraft.config import LOSSES
 
 bench_app = typer.Typer(help="Measure, on this machine, in one interleaved run.", no_args_is_help=True)
 
@@ -41,6 +42,35 @@ def bench_speed(
     run(
         prompts, limit=limit, max_tokens=max_tokens, draft=draft, state=state, model=model, dtype=dtype,
         threads=threads, as_json=as_json,
+    )  # fmt: skip
+
+
+@bench_app.command("acceptance")
+def bench_acceptance(
+    prompts: Annotated[list[str], typer.Option(help="JSON lines; may be given several times.")],
+    limit: Annotated[int, typer.Option(min=2, help="Prompts of each file.")] = 50,
+    draft: Draft = "auto",
+    before: Annotated[str | None, typer.Option(help="Another draft, to compare with on the same texts.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="May be given several times; default 0 and 1.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=16, help="Drafted tokens a round.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """How often a draft is accepted, by every definition in use, with intervals: in real speculative decoding and position by
+    position."""
+    from livedraft.bench.acceptance import run
+
+    run(
+        prompts=prompts, limit=limit, draft=draft, before=before, temperatures=temperature or [0.0, 1.0], seed=seed,
+        k=num_speculative_tokens, max_tokens=max_tokens, state=state, model=model, dtype=dtype, threads=threads,
+        as_json=as_json,
     )  # fmt: skip
 
 
@@ -150,7 +180,7 @@ def bench_replay(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of training and mixing.")] = None,
-    loss: Annotated[str | None, typer.Option(help="forward_kl, neg_log_alpha or hybrid.")] = None,
+    loss: Annotated[str | None, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of the trainer; left out, it chooses.")] = None,
     select_fraction: Annotated[float | None, typer.Option(help="AdaSPEC: share of the positions that teach.")] = None,
     state: State = None,

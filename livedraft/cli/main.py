@@ -23,7 +23,7 @@ from livedraft.cli.options import (
     settings_of,
 )  # fmt: skip
 from livedraft.cli.state_verbs import drafts_app, learn_app, traces_app
-from livedraft.config import OSD_SETTINGS
+from livedraft.config import LOSSES, OSD_SETTINGS
 
 app = typer.Typer(
     help="Speculative decoding whose draft models learn from the traffic they serve.",
@@ -201,6 +201,67 @@ def chat(
         settings, url=url, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens,
         prints_stats=stats,
     )  # fmt: skip
+
+
+@app.command()
+def distill(
+    prompts: Annotated[
+        str | None, typer.Option(help="JSON lines, or hub:DATASET:CONFIG:SPLIT:COLUMN[:COLUMN].")
+    ] = None,
+    traces: Annotated[str | None, typer.Option(help="Responses recorded before, instead of prompts.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="TOML file with [run] and [distill]; flags go over it.")] = None,
+    target: Annotated[str | None, typer.Option(help="A pulled name, folder, .gguf file, or hub name.")] = None,
+    draft: Annotated[str | None, typer.Option(help="auto, a draft's folder, or a small model.")] = None,
+    draft_layers: Annotated[int | None, typer.Option(help="Of an auto draft.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run; a killed one goes on there.")] = None,
+    limit: Annotated[int | None, typer.Option(help="How many prompts.")] = None,
+    method: Annotated[str | None, typer.Option(help="distillspec or adaspec.")] = None,
+    loss: Annotated[str | None, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the responses.")] = None,
+    reference_epochs: Annotated[int | None, typer.Option(help="Of the reference; as many if left out.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest.")] = None,
+    select_fraction: Annotated[float | None, typer.Option(help="Share of the positions AdaSPEC keeps.")] = None,
+    select: Annotated[str | None, typer.Option(help="top, bottom or random.")] = None,
+    source: Annotated[str | None, typer.Option(help="Whose texts: target, student or mix.")] = None,
+    mix_level: Annotated[str | None, typer.Option(help="request or token.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="top: 64 tokens a position; full: all.")] = None,
+    responses: Annotated[str | None, typer.Option(help="generated, or given in the prompt file.")] = None,
+    reference: Annotated[str | None, typer.Option(help="A distilled draft's folder, as AdaSPEC's reference.")] = None,
+    finetune_target: Annotated[
+        str | None, typer.Option(help="First train the target on this file's responses.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Responses are drawn at.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    save_steps: Annotated[int | None, typer.Option(help="Keep the draft of every so many steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes order and draws.")] = None,
+    dtype: OptDtype = None,
+    threads: Threads = None,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Also log to Weights & Biases.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a good draft before the first request: DistillSpec, then AdaSPEC. Under torchrun, on several devices."""
+    from livedraft.settings import load_recipe
+
+    run_config, config = load_recipe(
+        recipe,
+        {
+            "run": {
+                "prompts": prompts, "traces": traces, "target": target, "draft": draft, "draft_layers": draft_layers,
+                "out": out, "limit": limit, "responses": responses, "reference": reference, "dtype": dtype,
+                "finetune_target": finetune_target, "threads": threads,
+            },
+            "distill": {
+                "method": method, "loss": loss, "epochs": epochs, "reference_epochs": reference_epochs,
+                "batch_size": batch_size, "learning_rate": learning_rate, "select_fraction": select_fraction,
+                "select": select, "source": source, "mix_level": mix_level, "teacher": teacher,
+                "temperature": temperature, "max_tokens": max_tokens, "save_steps": save_steps, "seed": seed,
+            },
+        },
+    )  # fmt: skip
+    from livedraft.cli.distill import run
+
+    run(run_config, config, use_wandb=wandb, as_json=as_json)
 
 
 @config_app.command("show")

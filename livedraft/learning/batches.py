@@ -83,6 +83,7 @@ class TrainBatch:
     teacher_rows_NK: torch.Tensor  # row of the draft vocabulary, −1 where it has none
     teacher_token_ids_NK: torch.Tensor
     teacher_log_probs_NK: torch.Tensor  # float32
+    label_rows_N: torch.Tensor  # row of the token served, −1 where the draft has none
     example_N: torch.Tensor  # which of the batch's examples a position belongs to
     trace_ids_B: torch.Tensor
 
@@ -93,13 +94,14 @@ def collate(
     """`every_position` ignores the loss masks, for scoring. `target_to_draft_V` holds −1 for tokens a draft lacks."""
     T = max(example.num_tokens for example in examples)
     token_ids_BT = torch.zeros(len(examples), T, dtype=torch.long)
-    loss_rows, teacher_ids, teacher_log_probs, owners = [], [], [], []
+    loss_rows, teacher_ids, teacher_log_probs, labels, owners = [], [], [], [], []
     for index, example in enumerate(examples):
         token_ids_BT[index, : example.num_tokens] = torch.from_numpy(example.token_ids)
         kept = np.arange(example.num_positions) if every_position else np.flatnonzero(example.loss_mask_T)
         loss_rows.append(index * T + example.num_prompt_tokens - 1 + kept)
         teacher_ids.append(example.teacher_token_ids_TK[kept])
         teacher_log_probs.append(example.teacher_log_probs_TK[kept])
+        labels.append(example.output_token_ids[kept])
         owners.append(np.full(len(kept), index))
     token_ids_NK = torch.from_numpy(np.concatenate(teacher_ids)).long()
     return TrainBatch(
@@ -108,6 +110,7 @@ def collate(
         teacher_rows_NK=target_to_draft_V[token_ids_NK],
         teacher_token_ids_NK=token_ids_NK,
         teacher_log_probs_NK=torch.from_numpy(np.concatenate(teacher_log_probs)).float(),
+        label_rows_N=target_to_draft_V[torch.from_numpy(np.concatenate(labels))],
         example_N=torch.from_numpy(np.concatenate(owners)),
         trace_ids_B=torch.tensor([example.trace_id for example in examples]),
     )

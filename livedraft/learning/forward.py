@@ -50,6 +50,8 @@ class Forward(Protocol):
     """Hidden states [N, D] to logits over the draft's vocabulary."""
     num_weights: int
     """That take part in products."""
+    num_head_weights: int
+    """Of them, those of the head."""
 
     def hidden(self, token_ids_BT: torch.Tensor) -> torch.Tensor:
         """Final normed hidden states [B * T, D]. Padding is on the right, so causal attention never sees it."""
@@ -77,7 +79,8 @@ class DecoderForward:
             for layer in self._weights.layers
             for linear in (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
         )
-        self.num_weights = layers + self._weights.head.weight.numel()
+        self.num_head_weights = self._weights.head.weight.numel()
+        self.num_weights = layers + self.num_head_weights
 
     def hidden(self, token_ids_BT: torch.Tensor) -> torch.Tensor:
         B, T = token_ids_BT.shape
@@ -122,6 +125,7 @@ class TransformersForward:
         self._num_tokens = draft.vocabulary_size
         embedding = self._module.get_input_embeddings().weight.numel()
         is_tied = self._head_names[0].startswith(prefix)
+        self.num_head_weights = draft.tensors[self._head_names[0]].numel()
         self.num_weights = sum(t.numel() for t in draft.tensors.values()) - (0 if is_tied else embedding)
 
     def hidden(self, token_ids_BT: torch.Tensor) -> torch.Tensor:

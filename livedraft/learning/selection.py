@@ -11,7 +11,8 @@ knows nothing about what can be learnt.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -37,20 +38,43 @@ def keep_largest(gain_N: torch.Tensor, fraction: float) -> torch.Tensor:
     return keeps_N
 
 
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a training step keeps of each window of positions."""
+
+    reference: DraftWeights
+    fraction: float
+    keep: Literal["top", "bottom", "random"] = "top"
+    """`bottom` and `random` are the paper's ablations."""
+    control_share: int = 0
+    """One example in so many keeps all its positions; 0 is none."""
+
+    def chosen(self, gain_N: torch.Tensor, seed: int) -> torch.Tensor:
+        """bool_N by the gains of a window; `random` is fixed by the seed."""
+        if self.keep == "random":
+            noise_N = torch.rand(len(gain_N), generator=torch.Generator().manual_seed(seed))
+            gain_N = torch.where(gain_N > -torch.inf, noise_N, gain_N)
+        elif self.keep == "bottom":
+            gain_N = torch.where(gain_N > -torch.inf, -gain_N, gain_N)
+        return keep_largest(gain_N, self.fraction)
+
+
 class Reference:
-    """The older self that selection compares with."""
+    """The older self that selection compares with online."""
 
     def __init__(self, config: LearningConfig) -> None:
-        self._is_used = config.select_fraction < 1.0
+        self._fraction = config.select_fraction
         self._weights: DraftWeights | None = None
         self._next: tuple[int, DraftWeights] | None = None
 
-    def at(self, num_trained: int, alpha: float, trainer: Trainer) -> DraftWeights | None:
-        """The reference after `num_trained` requests, `alpha` being the recent acceptance; None: every token teaches."""
-        if not self._is_used:
+    def at(self, num_trained: int, alpha: float, trainer: Trainer) -> Selection | None:
+        """The selection after `num_trained` requests, `alpha` being the recent acceptance; None: every token teaches."""
+        if self._fraction == 1.0:
             return None
         if self._next is not None and num_trained - self._next[0] >= REFERENCE_AGE:
             self._weights, self._next = self._next[1], None
         if self._next is None and (self._weights is not None or alpha >= MIN_ALPHA):
             self._next = (num_trained, trainer.snapshot())
-        return self._weights
+        if self._weights is None:
+            return None
+        return Selection(reference=self._weights, fraction=self._fraction, control_share=CONTROL_SHARE)

@@ -402,6 +402,14 @@ def write_shard(path: Path, traces: Sequence[Trace]) -> None:
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata=metadata)
 
 
+def read_recorded(path: Path) -> list[Trace]:
+    """A file of traces that a user names. Raises UserError when it is none."""
+    try:
+        return read_shard(path)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as recorded traces ({error}).") from error
+
+
 def read_shard(path: Path) -> list[Trace]:
     """Raises OSError, SafetensorError, KeyError or ValueError for a file that is none, or of another schema."""
     with safe_open(path, framework="numpy") as shard:

@@ -28,7 +28,9 @@ from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
 from livedraft.learning.forward import Forward, TargetParts, forward_of
 from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
-from livedraft.learning.selection import CONTROL_SHARE, keep_largest
+from livedraft.learning.ranks import Ranks
+from livedraft.learning.selection import Selection
+from livedraft.learning.teacher import FullTeacher
 from livedraft.records import UserError
 from livedraft.sampling import logits_to_probs
 
@@ -102,9 +104,14 @@ class Trainer:
         target: TargetParts,
         draft: DraftWeights,
         max_positions: int,
+        teacher: FullTeacher | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`teacher`: the target itself, in place of the top tokens that examples keep. `ranks`: who else trains this draft."""
         self.config = config
         self.target = target
+        self.teacher = teacher
+        self.ranks = ranks or Ranks()
         self.max_positions = max_positions
         self.uses_bf16 = cpu_has_bf16_instructions()
         self.base_rate = config.learning_rate or LEARNING_RATES[0]
@@ -122,6 +129,8 @@ class Trainer:
             target=self.target,
             draft=replace(self._kind, tensors=weights, draft_to_target_W=self.draft_to_target_W),
             max_positions=self.max_positions,
+            teacher=self.teacher,
+            ranks=self.ranks,
         )
 
     def restart_from(self, draft: DraftWeights) -> None:
@@ -176,34 +185,30 @@ class Trainer:
         self,
         examples: Sequence[Example],
         between: Callable[[], None] = lambda: None,
-        reference: DraftWeights | None = None,
+        selection: Selection | None = None,
     ) -> StepReport:
-        """One optimiser step; `between` is called between micro-batches. With a `reference` only the positions teach that it
-        shows to be learnable (`selection.py`).
+        """One optimiser step; `between` is called between micro-batches. With a `selection` only the positions teach that its
+        reference shows to be learnable. Where several processes train, `examples` is the whole batch in each.
 
         Raises BadStepError, the weights untouched, when the gradient is not finite or the loss is that of an exploded model.
         """
-        total_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
+        num_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
         weights = self._forward(replace(self._kind, tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
-        teacher = None if reference is None else self._scorer(reference)
-        loss_sum = alpha_sum = 0.0
-        num_taught = num_used = 0
+        choice = None if selection is None else (selection, self._scorer(selection.reference))
+        sums = _Sums()
         with self._autocast():  # one context for the whole step: the cast of each weight is made once
-            for micro_batch in micro_batches(examples, self.micro_batch_tokens):
-                batch = collate(micro_batch, self.target_to_draft_V)
-                sums = self._accumulate_gradients(batch, weights, total_positions, teacher)
-                loss_sum += sums.loss
-                alpha_sum += sums.overlap
-                num_taught += sums.num_taught
-                num_used += sums.num_used
+            for micro_batch in micro_batches(self.ranks.share(examples), self.micro_batch_tokens):
+                batch = self._collated(micro_batch, self.target_to_draft_V)
+                self._accumulate_gradients(batch, weights, num_positions, choice, sums)
                 self.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 between()
-        if 0 < num_used < total_positions:  # the mean over those that are used
+        sums = self._over_all_ranks(sums)
+        if 0 < sums.num_used < num_positions:  # the mean over those that are used
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(total_positions / num_used)
+                    parameter.grad.mul_(num_positions / sums.num_used)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
-        loss = loss_sum / max(1, num_used)
+        loss = sums.loss / max(1, sums.num_used)
         self._refuse_bad_step(norm, loss)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
@@ -217,17 +222,29 @@ class Trainer:
             self.averaged[name].lerp_(parameter.detach(), 1.0 - decay)
         return StepReport(
             loss=loss,
-            alpha=alpha_sum / total_positions,
-            num_positions=total_positions,
-            num_skipped=total_positions - num_taught,
-            num_selected=num_used,
+            alpha=sums.overlap / num_positions,
+            num_positions=num_positions,
+            num_skipped=num_positions - sums.num_taught,
+            num_selected=sums.num_used,
         )
+
+    def _over_all_ranks(self, sums: _Sums) -> _Sums:
+        if self.ranks.size == 1:
+            return sums
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.add_up([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        loss, overlap, num_taught, num_used = self.ranks.total(
+            [sums.loss, sums.overlap, sums.num_taught, sums.num_used]
+        )
+        return _Sums(loss=loss, overlap=overlap, num_taught=int(num_taught), num_used=int(num_used))
 
     def _refuse_bad_step(self, norm: torch.Tensor, loss: float) -> None:
         """One NaN would make every weight NaN for good; a loss far above that of a uniform guess comes from a model that has
-        blown up. (No limit for neg_log_alpha, which may be anything.)"""
+        blown up. (No limit for losses that may be anything.)"""
         limit = EXPLODED_LOSS * math.log(len(self.draft_to_target_W) + 1)
-        is_exploded = loss > limit and self.config.loss != "neg_log_alpha"
+        is_exploded = loss > limit and self.config.loss not in ("neg_log_alpha", "reverse_kl")
         if bool(torch.isfinite(norm)) and not is_exploded:
             return
         self.optimizer.zero_grad(set_to_none=True)
@@ -252,40 +269,43 @@ class Trainer:
         self.schedule_step = 0
 
     def _accumulate_gradients(
-        self, batch: TrainBatch, weights: Forward, total_positions: int, reference: Scorer | None
-    ) -> _Sums:
-        """Over a micro-batch, which is also the window that a selection is made in.
-
-        The backward pass of each chunk of logits runs at once, down to the hidden states; only then the layers' own.
+        self,
+        batch: TrainBatch,
+        weights: Forward,
+        num_positions: int,
+        choice: tuple[Selection, Scorer] | None,
+        sums: _Sums,
+    ) -> None:
+        """The backward pass of each chunk of logits runs at once, down to the hidden states; only then the layers' own.
         So a single chunk of [rows, W] logits is ever held, and nothing is computed twice.
         """
         loss_function = LOSS_FUNCTIONS[self.config.loss]
         hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         leaf_ND = hidden_ND.detach().requires_grad_()
-        sums = _Sums()
-        selected_N = None if reference is None else self._selected(batch, leaf_ND, weights, reference)
+        selected_N = None if choice is None else self._selected(batch, leaf_ND, weights, *choice)
         for start in range(0, leaf_ND.shape[0], ROWS_PER_CHUNK):
             rows = slice(start, start + ROWS_PER_CHUNK)
             logits_NW = weights.head(leaf_ND[rows]).float()
-            comparison = compare(logits_NW, batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows])
+            comparison = compare(
+                logits_NW, batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows], batch.label_rows_N[rows]
+            )
             teaches_N = comparison.teaches_N
             used_N = teaches_N if selected_N is None else teaches_N & selected_N[rows]
             # where, not a product: a position that teaches nothing may have an infinite loss.
             loss = torch.where(used_N, loss_function(comparison), 0.0).sum()
-            (loss / total_positions).backward()
+            (loss / num_positions).backward()
             sums.loss += loss.item()
             sums.overlap += comparison.overlap_N.detach().sum().item()
             sums.num_taught += int(teaches_N.sum())
             sums.num_used += int(used_N.sum()) if selected_N is not None else len(used_N)
         hidden_ND.backward(leaf_ND.grad)
-        return sums
 
     @torch.no_grad()
     def _selected(
-        self, batch: TrainBatch, hidden_ND: torch.Tensor, weights: Forward, reference: Scorer
+        self, batch: TrainBatch, hidden_ND: torch.Tensor, weights: Forward, selection: Selection, reference: Scorer
     ) -> torch.Tensor:
-        """Which rows teach: those where the draft has most to gain by the reference's example (AdaSPEC, section 3.2).
-        Examples of the control group keep all of theirs."""
+        """Which rows of a micro-batch, the window that selection is made in, teach: those where the draft has most to gain by
+        the reference's example (AdaSPEC, section 3.2)."""
         reference_hidden_ND = reference.weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         reference_rows_NK = reference.lookup_V[batch.teacher_token_ids_NK]
         gains = []
@@ -298,10 +318,12 @@ class Trainer:
             )
             gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
         torch.clear_autocast_cache()  # casts made without gradients must not be reused by the pass that needs them
-        self.flops += 2.0 * reference.weights.num_weights * batch.token_ids_BT.numel()
-        keeps_N = keep_largest(torch.cat(gains), self.config.select_fraction)
-        is_control_B = batch.trace_ids_B % CONTROL_SHARE == 0
-        return keeps_N | is_control_B[batch.example_N]
+        again = weights.num_head_weights + reference.weights.num_weights
+        self.flops += 2.0 * again * batch.token_ids_BT.numel()
+        keeps_N = selection.chosen(torch.cat(gains), seed=self.num_steps * 1_000_003 + int(batch.trace_ids_B[0]))
+        if selection.control_share:
+            keeps_N |= (batch.trace_ids_B % selection.control_share == 0)[batch.example_N]
+        return keeps_N
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
@@ -316,7 +338,7 @@ class Trainer:
         order = {id(example): index for index, example in enumerate(examples)}
         with torch.no_grad(), self._autocast():
             for micro_batch in micro_batches(examples, 4 * self.micro_batch_tokens):
-                batch = collate(micro_batch, lookup_V, every_position=True)
+                batch = self._collated(micro_batch, lookup_V, every_position=True)
                 self.flops += 2.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
                 for index, example in enumerate(micro_batch):
@@ -384,6 +406,14 @@ class Trainer:
         return lookup_V
 
     # --- the forward pass -------------------------------------------------------------------------------------------
+
+    def _collated(
+        self, examples: Sequence[Example], lookup_V: torch.Tensor, *, every_position: bool = False
+    ) -> TrainBatch:
+        batch = collate(examples, lookup_V, every_position=every_position)
+        if self.teacher is None:
+            return batch
+        return self.teacher.in_full(batch, examples, lookup_V, every_position=every_position)
 
     def _scorer(self, draft: DraftWeights) -> Scorer:
         return Scorer(weights=self._forward(draft), lookup_V=self._lookup(draft.draft_to_target_W))

@@ -47,6 +47,8 @@ def resolve_model(name_or_path: str) -> Path:
     """The path of a pulled model or of the user's own folder or file. Raises UserError when it is not there."""
     if name_or_path not in MODELS:
         path = Path(name_or_path).expanduser()
+        if is_hub_name(name_or_path):
+            return _from_hub(name_or_path, is_fetched_already=True)
         if not path.exists():
             raise UserError(
                 f"There is no model at {name_or_path}; give a Hugging Face folder, a .gguf file, or one of the names "
@@ -59,14 +61,40 @@ def resolve_model(name_or_path: str) -> Path:
     return path
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether it looks like organisation/model and is no path here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _from_hub(name: str, *, is_fetched_already: bool) -> Path:
+    """The folder of a Hugging Face model in the hub's own cache. Raises UserError when it is not there or cannot be had."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_fetched_already))
+    except Exception as error:  # the hub's library raises many kinds; the first line says what it is
+        if is_fetched_already:
+            raise UserError(
+                f"There is no model at {name}; if it is one of the Hugging Face hub's, run `livedraft pull {name}` first."
+            ) from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{name} could not be fetched from the Hugging Face hub: {first_line}") from error
+
+
 def pull(name: str) -> Path:
     """Download a model once and return its path; a file that is already there is checked, not fetched.
 
     The file appears under its name only when its checksum is right. Raises UserError for an unknown name, no network,
     a wrong checksum or a full disk.
     """
+    if is_hub_name(name):
+        return _from_hub(name, is_fetched_already=False)
     if name not in MODELS:
-        raise UserError(f"There is no model named {name!r} to pull; the known ones are {', '.join(MODELS)}.")
+        raise UserError(
+            f"There is no model named {name!r} to pull; the known ones are {', '.join(MODELS)}, and ORGANISATION/MODEL names "
+            "one on the Hugging Face hub."
+        )
     model = MODELS[name]
     path = models_folder() / Path(model.member).name
     try:

@@ -3,7 +3,9 @@ time."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from unittest import mock
 
 from typer.testing import CliRunner
 
@@ -18,10 +20,11 @@ class Outcome:
     stderr: str
 
 
-def livedraft(*arguments: object) -> Outcome:
+def livedraft(*arguments: object, **environment: str) -> Outcome:
     """As the real command: an error of the user's is one sentence on standard error and exit code 1."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, UserError):
+    with mock.patch.dict(os.environ, environment):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, (UserError, ValueError)):
         return Outcome(1, result.stdout, f"livedraft: {result.exception}\n")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -1,4 +1,5 @@
-"""The real command line, as a user runs it. Errors: one sentence, exit code 1, no traceback."""
+"""The command line, as a user runs it; where nothing hangs on the process, without one. Errors: one sentence, exit code 1, no
+traceback."""
 
 import json
 import os
@@ -7,11 +8,12 @@ import sys
 
 import pytest
 
+from tests.e2e.in_process import livedraft
 from tests.hf_folder import TEXT_CONFIG, byte_tokenizer, write_hf_folder, write_text_model
 from tests.tiny import random_tensors
 
 
-def livedraft(*arguments, **environment):
+def real_livedraft(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "livedraft", *map(str, arguments)],
         capture_output=True,
@@ -32,8 +34,8 @@ def assert_one_sentence(result, *words):
         assert word in last
 
 
-def generate(model, *arguments, **environment):
-    return livedraft("generate", "hello there", "--model", model, "--max-tokens", 12, *arguments, **environment)
+def generate(model, *arguments, run=livedraft, **environment):
+    return run("generate", "hello there", "--model", model, "--max-tokens", 12, *arguments, **environment)
 
 
 def test_generate_gives_the_same_answer_with_and_without_a_draft(model_folder):
@@ -48,7 +50,7 @@ def test_generate_gives_the_same_answer_with_and_without_a_draft(model_folder):
 
 
 def test_generate_prints_only_the_text_on_standard_output(model_folder):
-    result = generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7)
+    result = generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, run=real_livedraft)
     assert result.returncode == 0
     again = generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, "--draft", "none", "--dtype", "float32")
     assert (
@@ -73,7 +75,7 @@ def test_wrong_options_are_one_sentence(model_folder, options, words):
 
 
 def test_wrong_path_and_missing_model_are_one_sentence(tmp_path):
-    assert_one_sentence(generate(tmp_path / "nowhere"), "There is no model at")
+    assert_one_sentence(generate(tmp_path / "nowhere", run=real_livedraft), "There is no model at")
     assert_one_sentence(generate("smollm2-135m", LIVEDRAFT_MODELS=str(tmp_path)), "livedraft pull smollm2-135m")
     assert_one_sentence(livedraft("pull", "gpt-17"), "no model named 'gpt-17'")
 
@@ -164,4 +166,4 @@ def test_bench_speed_prints_one_object(model_folder, tmp_path):
 def test_help_needs_no_torch():
     code = "import sys; from livedraft.cli import main; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert "demo" in livedraft("--help").stdout
+    assert "demo" in real_livedraft("--help").stdout
