@@ -74,6 +74,38 @@ def bench_acceptance(
     )  # fmt: skip
 
 
+@bench_app.command("distill")
+def bench_distill(
+    traces: Annotated[Path, typer.Option(help="Greedy responses, from `bench replay --save-traces`.")],
+    sampled_traces: Annotated[Path | None, typer.Option(help="Responses at temperature 1, for the losses.")] = None,
+    limit: Annotated[int, typer.Option(min=20, help="How many responses.")] = 400,
+    seeds: Annotated[str, typer.Option(help="One number or several, with commas.")] = "0,1,2",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the responses.")] = 3,
+    layers: Annotated[int, typer.Option(min=1, help="Of the draft.")] = 2,
+    losses: Annotated[bool, typer.Option("--losses", help="Also every loss, one seed each.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of all runs; a killed study goes on there.")] = Path(
+        "distill-study"
+    ),
+    threads: Threads = None,
+    model: Model = DEFAULT_MODEL,
+    as_json: Json = False,
+) -> None:
+    """Selective distillation against DistillSpec at equal steps, equal FLOPs and equal selected tokens; and the losses."""
+    from livedraft.bench.distill import run
+    from livedraft.device import num_available_cores, use_threads
+    from livedraft.records import UserError
+
+    use_threads(threads or num_available_cores())
+    try:
+        numbers = [int(number) for number in seeds.split(",")]
+    except ValueError as error:
+        raise UserError(f"--seeds must be whole numbers with commas between them, got {seeds!r}.") from error
+    run(
+        traces=traces, sampled_traces=sampled_traces, limit=limit, seeds=numbers, epochs=epochs, layers=layers,
+        losses=losses, out=out, model=model, as_json=as_json,
+    )  # fmt: skip
+
+
 @bench_app.command("compare")
 def bench_compare(
     prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
