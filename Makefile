@@ -24,10 +24,10 @@ demo: setup
 	$(BIN)/livedraft demo
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" --numprocesses auto --dist loadfile
 
 test-long: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "long or not long" --timeout 1200
+	$(BIN)/python -m pytest -m "long or not long" --numprocesses auto --dist loadfile --timeout 1200
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check livedraft tests

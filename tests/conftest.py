@@ -1,3 +1,11 @@
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # A core for each worker and all it starts: two pools of threads on the same cores slow each other tenfold, and an
+    # idle-priority trainer would never run beside the other worker's tests. Before torch counts the cores.
+    _cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {_cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(_cores)]})
+
 import pytest
 import torch
 import transformers

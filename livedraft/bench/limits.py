@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from livedraft.bench.outputs import check_outputs
 from livedraft.config import EngineConfig
 from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
 from livedraft.engine.runner import Runner
@@ -34,6 +35,7 @@ _DECODED = 64
 
 
 def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_json: bool) -> None:
+    check_outputs(plot=plot)
     use_threads(threads or num_available_cores())
     base = choose_execution_path(dtype, "auto")
     result: dict[str, Any] = {

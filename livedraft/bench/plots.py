@@ -1,4 +1,4 @@
-"""Curves as SVG. matplotlib is an extra: nothing but `--plot` needs it."""
+"""Curves as SVG. matplotlib is an extra: nothing but `--plot` needs it, and `outputs.py` asks for it before a run starts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from livedraft.records import UserError
-
 _WINDOW = 50
 
 
 def plot_curves(alphas_by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Alpha over requests, a moving mean of 50, one line an arm. Raises UserError without matplotlib."""
+    """Alpha over requests, a moving mean of 50, one line an arm."""
     figure = _figure()
     axes = figure.subplots()
     for arm, alphas in alphas_by_arm.items():
@@ -30,7 +28,7 @@ def plot_curves(alphas_by_arm: Mapping[str, Sequence[float]], path: Path) -> Non
 
 
 def plot_cost_growth(ms_by_context: Mapping[str, float], ms_by_batch: Mapping[str, float], path: Path) -> None:
-    """Milliseconds a pass by context length and by number of requests. Raises UserError without matplotlib."""
+    """Milliseconds a pass by context length and by number of requests."""
     figure = _figure()
     for axes, (title, figures) in zip(
         figure.subplots(1, 2), (("tokens of context", ms_by_context), ("requests", ms_by_batch)), strict=True
@@ -44,8 +42,6 @@ def plot_cost_growth(ms_by_context: Mapping[str, float], ms_by_batch: Mapping[st
 
 
 def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib; install it with: pip install 'livedraft[bench]'.") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(8, 4.5), layout="constrained")

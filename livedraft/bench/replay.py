@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from livedraft.bench.outputs import check_outputs
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
 from livedraft.device import num_available_cores
@@ -98,6 +99,7 @@ def run(
     learning: LearningConfig,
     as_json: bool,
 ) -> None:
+    check_outputs(files=(save_traces,), plot=plot)
     report = _reporter()
     results: dict[str, ArmResult] = {}
     with tempfile.TemporaryDirectory() as folder:
