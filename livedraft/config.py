@@ -28,6 +28,9 @@ class EngineConfig:
     """Longest prompt plus output, in tokens. KV memory grows with it only as it is used."""
     prefill_token_budget: int = 256
     """Prompt tokens processed in one round beside the running requests, so a long prompt does not stall them."""
+    isolation: Literal["shared", "client"] = "shared"
+    """client: what a request leaves behind (keys and values of its beginning, text for suffix proposals) serves that client's
+    later requests alone; clients that do not name themselves leave nothing."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}.")
@@ -35,6 +38,7 @@ class EngineConfig:
         _require(
             self.kv_cache_gb is None or self.kv_cache_gb > 0, f"kv_cache_gb must be above 0, got {self.kv_cache_gb}."
         )
+        _require(self.isolation in ("shared", "client"), f"isolation must be shared or client, got {self.isolation!r}.")
         _require(self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}.")
         _require(
             self.prefill_token_budget >= 1, f"prefill_token_budget must be at least 1, got {self.prefill_token_budget}."
@@ -43,7 +47,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    method: Literal["draft_model", "none"] = "draft_model"
+    method: Literal["draft_model", "suffix", "none"] = "draft_model"
+    """suffix needs no draft: it proposes what followed the same tokens before. none decodes plainly."""
+    suffix_decoding: bool = True
+    """With draft_model: propose from suffixes too, where that is worth more than the draft's guess."""
+    suffix_traffic_tokens: int = 500_000
+    """Tokens of finished requests kept in memory to find suffixes in; 0 looks at each request's own text alone."""
     num_speculative_tokens: int | None = None
     """Fixed draft length for every round; None lets the cost model choose, 0 included."""
     max_num_speculative_tokens: int = 8
@@ -57,7 +66,14 @@ class SpeculationConfig:
     """Rows of an untrained draft's trimmed head: the lowest token ids."""
 
     def __post_init__(self) -> None:
-        _require(self.method in ("draft_model", "none"), f"method must be draft_model or none, got {self.method!r}.")
+        _require(
+            self.method in ("draft_model", "suffix", "none"),
+            f"method must be draft_model, suffix or none, got {self.method!r}.",
+        )
+        _require(
+            self.suffix_traffic_tokens >= 0,
+            f"suffix_traffic_tokens must not be negative, got {self.suffix_traffic_tokens}.",
+        )
         _require(
             self.draft_quantization in ("auto", "none", "int8"),
             f"draft_quantization must be auto, none or int8, got {self.draft_quantization!r}.",
@@ -73,6 +89,14 @@ class SpeculationConfig:
             self.draft_vocabulary_size >= 1,
             f"draft_vocabulary_size must be at least 1, got {self.draft_vocabulary_size}.",
         )
+
+    @property
+    def uses_draft(self) -> bool:
+        return self.method == "draft_model"
+
+    @property
+    def uses_suffixes(self) -> bool:
+        return self.method == "suffix" or (self.method == "draft_model" and self.suffix_decoding)
 
 
 @dataclass(frozen=True, kw_only=True)

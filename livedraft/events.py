@@ -61,6 +61,7 @@ _SENTENCES = {
     "trainer_died": "The training process died (exit code {exit_code}); serving goes on. {last_words}",
     "swap_failed": "The registry could not be read: {reason}",
     "shards_set_aside": "{num_shards} damaged trace files were set aside.",
+    "texts_not_read": "What was served before could not be read for suffixes: {reason}",
     "traces_dropped": "{num_traces} traces were dropped: {reason}",
     "traces_expired": "{num_traces} traces were too old, or too many, and are deleted.",
     "traces_deleted": "{num_traces} traces were deleted on request.",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -95,9 +97,11 @@ class LLM:
         self.events = events or Events()
         self.learning = learning or LearningConfig()
         self._speculation = speculation or SpeculationConfig()
-        self._learns = learn and self._speculation.method != "none" and draft != "none"
+        if draft == "none" and self._speculation.uses_draft:
+            self._speculation = replace(self._speculation, method="none")
+        self._learns = learn and self._speculation.uses_draft
         if learn and not self._learns:
-            raise ValueError("learn needs a draft to train; leave out draft='none' and method='none'.")
+            raise ValueError("learn needs a draft to train; leave out draft='none' and method='none' or 'suffix'.")
         self._request_numbers = itertools.count()
         self._loop: EngineLoop | None = None
         self._state_lock: TextIO | None = None
@@ -146,9 +150,9 @@ class LLM:
         self._target = opened.runtime(num_slots=self._num_slots, max_length=self._engine_config.max_model_len)
         self.num_parameters = opened.num_parameters
         self.uses_own_layers = opened.native is not None and not is_whole_model(draft)
-        num_draft_layers = 0 if self._speculation.method == "none" else self._speculation.num_draft_layers
+        num_draft_layers = self._speculation.num_draft_layers if self._speculation.uses_draft else 0
         self._slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * self._engine_config.max_model_len
-        self.is_plain_by_choice = self._speculation.method == "none" or draft == "none"
+        self.has_no_draft_by_choice = not self._speculation.uses_draft
         self._drafts = DraftSource(
             self._target,
             path=self._draft_path,
@@ -157,9 +161,9 @@ class LLM:
             registry=self.registry,
             events=self.events,
             learns=self._learns,
-            untrained=None if self.is_plain_by_choice else untrained_draft(opened, self._speculation),
+            untrained=None if self.has_no_draft_by_choice else untrained_draft(opened, self._speculation),
         )
-        resident = None if self.is_plain_by_choice else self._drafts.first(draft)
+        resident = None if self.has_no_draft_by_choice else self._drafts.first(draft)
         # The key of the hashes by which conversations and clients are known.
         self.secret = load_secret(self.state) if self.state is not None else os.urandom(32)
         if self._learns and self.state is not None:
@@ -176,6 +180,9 @@ class LLM:
             prior=self._drafts.prior_of(resident),
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
+        self.engine.max_traffic_age_seconds = self.learning.max_trace_age_days * 86400
+        if self._learns and self.upkeep is not None and self._speculation.uses_suffixes:
+            threading.Thread(target=self._remember_texts, name="livedraft-texts", daemon=True).start()
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
         serving = self.registry.in_service(ROUTE) if self.registry else None
@@ -346,6 +353,17 @@ class LLM:
     def untrained_draft(self) -> tuple[DraftWeights, DraftVersion]:
         """The draft every stream starts from, with its description as a first version. Raises UserError without one."""
         return self._drafts.untrained()
+
+    def _remember_texts(self) -> None:
+        """What earlier processes served here, read while this one serves already."""
+        assert self.upkeep is not None
+        most = self._speculation.suffix_traffic_tokens
+        try:
+            texts = self.upkeep.read_texts(self.engine.new_traffic(), most)
+            if texts is not None:
+                self.engine.offer_texts(ROUTE, texts)
+        except (UserError, sqlite3.Error) as error:
+            self.events.emit("texts_not_read", reason=str(error))
 
     def _redaction(self) -> Callable[[Trace], Trace | None]:
         if self.learning.redact is None:

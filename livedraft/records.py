@@ -23,6 +23,15 @@ MAX_LOGPROBS = 20
 """The most alternatives a request may ask for at each output position, as in OpenAI's API."""
 
 
+HELD_OUT_SHARE = 10
+"""One conversation in so many is never learnt from: what a new draft is measured on."""
+
+
+def is_held_out(conversation_key: str) -> bool:
+    """Decided by the keyed hash alone, for good. A request without a conversation (no key) trains."""
+    return bool(conversation_key) and int(conversation_key, 16) % HELD_OUT_SHARE == 0
+
+
 class UserError(Exception):
     """Something the user can mend. The message is one sentence that says what to do; the CLI prints it and nothing else."""
 

@@ -19,6 +19,7 @@ from livedraft.events import Event, Events
 from livedraft.learning.process import CHECKPOINT_NAME
 from livedraft.learning.store import TraceStore
 from livedraft.records import UserError
+from livedraft.speculation.suffix import Traffic
 
 _REPORT_SECONDS, _LIMIT_SECONDS = 2.0, 30.0
 """How often status is written, and how often the store's limits are looked at."""
@@ -59,6 +60,21 @@ class Upkeep:
     def start(self, *, forget_prefixes: Callable[[], None], report: Callable[[], dict[str, Any]]) -> None:
         """The engine is there: `report` says what serving has used."""
         self._forget_prefixes, self._report = forget_prefixes, report
+
+    def read_texts(self, texts: Traffic, most_tokens: int) -> Traffic | None:
+        """What the newest traces said, for suffixes; the oldest of them first. Held-out ones are left out. None when something
+        was deleted meanwhile. From any thread."""
+        store, forgotten = TraceStore(self._state), read_controls(self._state)["forget"]
+        rows, num_tokens = [], 0
+        for row in reversed(store.rows(limit=-1)):
+            if num_tokens > most_tokens:
+                break
+            if not row.is_held_out and (trace := store.read(row)) is not None:
+                rows.append(trace)
+                num_tokens += len(trace.prompt_token_ids) + len(trace.output_token_ids)
+        for trace in reversed(rows):
+            texts.add([*trace.prompt_token_ids, *trace.output_token_ids], trace.client_key, at=trace.arrived_at)
+        return texts if read_controls(self._state)["forget"] == forgotten else None
 
     def look(self) -> None:
         """Raises UserError when the database cannot be used just now; the next look tries again."""

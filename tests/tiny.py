@@ -107,12 +107,13 @@ def draft_model(
 
 def engine(target: Decoder, draft: DraftModel | None, *, k: int | None = 3, **options: object) -> Engine:
     config = options.pop("config", EngineConfig(max_num_seqs=target.num_slots, max_model_len=target.max_length))
+    suffixes = bool(options.pop("suffixes", False))
     defaults: dict[str, object] = {"events": Events(), "eos_token_ids": (), "costs": COSTS}
     return Engine(
         target,
         draft,
         config=config,  # type: ignore[arg-type]
-        speculation=SpeculationConfig(num_speculative_tokens=k),
+        speculation=SpeculationConfig(num_speculative_tokens=k, suffix_decoding=suffixes),
         **{**defaults, **options},  # type: ignore[arg-type]
     )
 

@@ -138,6 +138,7 @@ def _engine(model: str, dtype: str, threads: int | None) -> dict[str, Any]:
     with LLM(model, draft="untrained", dtype=dtype, num_threads=threads, engine=config) as llm:
         costs = llm.engine.costs
         llm.engine.offer_draft(None)
+        llm.engine.drafting.uses_suffixes = False
         sampling = SamplingParams(max_tokens=_DECODED, ignore_eos=True)
         prompt = llm.tokenizer.encode("The weather today is")
         seconds = _seconds(lambda: llm.generate([prompt], sampling), 3)

@@ -16,6 +16,8 @@ class Row:
     response: str | None = None
     """What was answered: the row's `response`, or its last message when that is the assistant's."""
     topic: str | None = None
+    second_turn: str | None = None
+    """What the user says after the first answer: the second of `turns`."""
 
 
 def read_prompts(path: Path, limit: int) -> list[list[Message]]:
@@ -51,7 +53,13 @@ def _from_file(path: Path, limit: int | None) -> list[Row]:
         if response is not None and not isinstance(response, str):
             raise UserError(f"Line {number} of {path} has a `response` that is no text.")
         topic = row.get("topic")
-        rows.append(Row(messages=messages, response=response, topic=None if topic is None else str(topic)))
+        turns = row.get("turns") or []
+        rows.append(
+            Row(
+                messages=messages, response=response, topic=None if topic is None else str(topic),
+                second_turn=str(turns[1]) if len(turns) > 1 else None,
+            )
+        )  # fmt: skip
     if not rows:
         raise UserError(f"The prompt file {path} holds no prompt.")
     return rows

@@ -74,6 +74,30 @@ def bench_acceptance(
     )  # fmt: skip
 
 
+@bench_app.command("proposers")
+def bench_proposers(
+    prompts: Annotated[list[str], typer.Option(help="JSON lines; may be given several times.")],
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each stream.")] = 12,
+    topic: Annotated[list[str] | None, typer.Option(help="Streams are topics, and these of them.")] = None,
+    second_turns: Annotated[bool, typer.Option("--second-turns", help="Ask second turns, as a stream.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    draft: Draft = "auto",
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Plain decoding, suffixes alone, the draft alone and both, stream by stream."""
+    from livedraft.bench.proposers import run
+
+    run(
+        prompts=prompts, limit=limit, topics=topic or [], second_turns=second_turns, max_tokens=max_tokens, draft=draft,
+        temperature=temperature, state=state, model=model, dtype=dtype, threads=threads, as_json=as_json,
+    )  # fmt: skip
+
+
 @bench_app.command("distill")
 def bench_distill(
     traces: Annotated[Path, typer.Option(help="Greedy responses, from `bench replay --save-traces`.")],

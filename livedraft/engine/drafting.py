@@ -26,6 +26,8 @@ from livedraft.records import Proposal
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.prediction import VERSION as PREDICTION
+from livedraft.speculation.suffix import VERSION as SUFFIX
+from livedraft.speculation.suffix import Match, MatchStatistics
 
 logger = logging.getLogger("livedraft")
 DEFAULT_PRIOR = 0.3
@@ -74,6 +76,8 @@ class Drafting:
         self.service = self._resident(draft, prior)
         self.failures: dict[str, str] = {}
         """By version: why it is out of service."""
+        self.uses_suffixes = speculation.uses_suffixes
+        self.matches = MatchStatistics()
         self._share = 0.0
         self._first_takes_second = False
         self._offer: Lineup | None = None
@@ -162,9 +166,12 @@ class Drafting:
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def proposals(self, entries: list[RoundEntry]) -> list[Proposal | None]:
-        """From the client's prediction where it fits, from the request's draft otherwise; None where nothing is proposed."""
+        """From the client's prediction where it fits, from a suffix that occurred before where that is worth more than the
+        request's draft, from that draft otherwise; None where nothing is proposed."""
         limits = [_most_tokens(entry) for entry in entries]
         proposals = [self._predicted(entry, limit) for entry, limit in zip(entries, limits, strict=True)]
+        if self.uses_suffixes:
+            self._add_suffixes(proposals, entries, limits)
         num_predicted = sum(len(proposal.draft_token_ids) for proposal in proposals if proposal)
         limits = [0 if proposal else limit for limit, proposal in zip(limits, proposals, strict=True)]
         for resident in self.residents():
@@ -217,6 +224,45 @@ class Drafting:
         fixed, most = self._speculation.num_speculative_tokens, self._speculation.max_num_speculative_tokens
         token_ids = entry.state.prediction.propose(min(limit, most if fixed is None else fixed))
         return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
+
+    def _add_suffixes(self, proposals: list[Proposal | None], entries: list[RoundEntry], limits: list[int]) -> None:
+        """Into the places where nothing is proposed yet."""
+        decoding = [index for index, limit in enumerate(limits) if limit > 0]
+        if not decoding:
+            return
+        num_rows = sum(entry.num_pending_rows for entry in entries)
+        rate = len(decoding) / self._costs.target_seconds(num_rows)
+        values: dict[Resident | None, float] = {None: 0.0}
+        for index in decoding:
+            state = entries[index].state
+            match = state.suffix.find() if state.suffix is not None else None
+            if match is None or proposals[index] is not None:
+                continue
+            resident = self._of(state)
+            if resident not in values:
+                assert resident is not None
+                values[resident] = resident.lengths.value(len(decoding), num_rows)
+            k, value = self._suffix_length(match, limits[index], num_rows, rate)
+            if k > 0 and value >= values[resident]:
+                num_rows += k
+                proposals[index] = Proposal(draft_token_ids=list(match.continuation[:k]), draft_version=SUFFIX)
+
+    def _suffix_length(self, match: Match, limit: int, num_rows: int, rate: float) -> tuple[int, float]:
+        """(tokens to propose, what they are worth as in `DraftLengthPolicy.value`) beside `num_rows` rows, in a round that
+        gives `rate` tokens a second without."""
+        fixed = self._speculation.num_speculative_tokens
+        most = min(
+            limit, len(match.continuation), self._speculation.max_num_speculative_tokens if fixed is None else fixed
+        )
+        base = self._costs.target_seconds(num_rows)
+        best, worth, reach, gain = 0, 0.0, 1.0, 0.0
+        for k in range(1, most + 1):
+            reach *= self.matches.acceptance(match, k - 1)
+            gain += reach
+            value = gain - rate * (self._costs.target_seconds(num_rows + k) - base)
+            if value > worth or (fixed is not None and k == most):
+                best, worth = k, value
+        return best, worth
 
     def _within_draft(self, resident: Resident, entry: RoundEntry, limit: int) -> int:
         """Past the draft's context this request, and only this one, decodes plainly."""

@@ -22,7 +22,7 @@ from livedraft.engine.tracing import TraceBuilder
 from livedraft.events import Events
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
-from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict
+from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict, is_held_out
 from livedraft.sampling import raw_logprobs
 from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.draft_model import DraftModel
@@ -30,6 +30,8 @@ from livedraft.speculation.prediction import VERSION as PREDICTION
 from livedraft.speculation.prediction import Prediction
 from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
+from livedraft.speculation.suffix import VERSION as SUFFIX
+from livedraft.speculation.suffix import SuffixMatcher, Traffic
 from livedraft.speculation.verify import verify, verify_exact
 from livedraft.tokenizer import TextStream
 
@@ -78,6 +80,10 @@ class Engine:
         """By (route, version): what each version's own proposals came to."""
         self._text_stream = text_stream
         self._forgets_prefixes = False
+        self.traffic: dict[str, Traffic] = {}
+        """By route: finished requests' texts, to find suffixes in."""
+        self.max_traffic_age_seconds = float("inf")
+        self._offered_texts: list[tuple[str, Traffic]] = []
 
     # --- what callers use -------------------------------------------------------------------------------------------
 
@@ -93,6 +99,12 @@ class Engine:
             state.text = self._text_stream(request.sampling.stop)
         if request.prediction_token_ids:
             state.prediction = Prediction(request.prediction_token_ids)
+        if self.drafting.uses_suffixes:
+            state.suffix = SuffixMatcher(
+                traffic=self._traffic_of(request.route), statistics=self.drafting.matches, client_key=request.client_key,
+                longest=self.speculation.num_speculative_tokens or self.speculation.max_num_speculative_tokens,
+            )  # fmt: skip
+            state.suffix.start(request.prompt_token_ids, request.sampling.max_tokens)
         if self.trace_sink is not None and request.store:
             state.trace = TraceBuilder()
         self.scheduler.add(state)
@@ -152,11 +164,16 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def new_drafting(self, draft: DraftModel | None, prior: float = DEFAULT_PRIOR) -> Drafting:
-        """What decides who drafts; assigned to `drafting` it takes over, with nothing learnt yet."""
-        return Drafting(
+    def new_drafting(
+        self, draft: DraftModel | None, prior: float = DEFAULT_PRIOR, *, uses_suffixes: bool | None = None
+    ) -> Drafting:
+        """What decides who drafts; assigned to `drafting` it takes over, with nothing learnt yet. `uses_suffixes`: None is as
+        the settings have it."""
+        made = Drafting(
             draft, runner=self.runner, speculation=self.speculation, costs=self.costs, events=self.events, prior=prior
         )
+        made.uses_suffixes = made.uses_suffixes if uses_suffixes is None else uses_suffixes
+        return made
 
     @property
     def draft(self) -> DraftModel | None:
@@ -180,6 +197,23 @@ class Engine:
         """From any thread: nothing that finished requests wrote is reused from the next round on."""
         self._forgets_prefixes = True
 
+    def offer_texts(self, route: str, texts: Traffic) -> None:
+        """From any thread: texts of an earlier process, in place of what the route's suffixes were found in so far."""
+        self._offered_texts.append((route, texts))
+
+    def new_traffic(self) -> Traffic:
+        """Empty, with this engine's limits."""
+        return Traffic(
+            self.speculation.suffix_traffic_tokens,
+            is_per_client=self.config.isolation == "client",
+            max_age_seconds=self.max_traffic_age_seconds,
+        )
+
+    def _traffic_of(self, route: str) -> Traffic:
+        if route not in self.traffic:
+            self.traffic[route] = self.new_traffic()
+        return self.traffic[route]
+
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
         """One round: propose, verify, commit. Returns the requests that finished in it."""
@@ -201,21 +235,38 @@ class Engine:
         """Waiting requests into free slots, each with the longest beginning that some slot already holds."""
         if self._forgets_prefixes:
             self._forgets_prefixes = False
+            self._offered_texts.clear()
+            for traffic in self.traffic.values():
+                traffic.forget()
             for slot in self.prefixes.forget():
                 self.runner.target.clear_slot(slot)
+        while self._offered_texts:
+            route, texts = self._offered_texts.pop()
+            self._traffic_of(route).take_over(texts)
         for state in self.scheduler.admit(self._should_wait):
-            others = [(s.slot, s.token_ids[: s.target_length]) for s in self.scheduler.running if s is not state]
-            source, num_tokens = self.prefixes.find(state.token_ids, others)
+            others = [
+                (s.slot, s.token_ids[: s.target_length])
+                for s in self.scheduler.running
+                if s is not state and self._may_share(s, state)
+            ]
+            source, num_tokens = self.prefixes.find(state.token_ids, others, self._owner(state))
             if source < 0:
                 continue
             self.runner.target.copy_slot(source, state.slot, num_tokens)
             state.target_length = state.num_cached_tokens = num_tokens
             self.drafting.adopt(source, state.slot, num_tokens)
 
+    def _owner(self, state: RequestState) -> str | None:
+        """Whose what this request leaves behind is; None is everybody's."""
+        return state.request.client_key if self.config.isolation == "client" else None
+
+    def _may_share(self, one: RequestState, other: RequestState) -> bool:
+        return self._owner(one) is None or (self._owner(one) == self._owner(other) != "")
+
     def _should_wait(self, state: RequestState) -> bool:
         """Another request is just writing a beginning this one could copy."""
         for other in self.scheduler.running:
-            if other.num_pending > 1:
+            if other.num_pending > 1 and self._may_share(other, state):
                 written = other.target_length
                 needed = max(_WORTH_WAITING_FOR, written + 1)
                 if len(state.token_ids) > needed and state.token_ids[:needed] == other.token_ids[:needed]:
@@ -293,6 +344,8 @@ class Engine:
             state.prefix.commit(output)
         if state.prediction is not None:
             state.prediction.commit(output)
+        if state.suffix is not None:
+            state.suffix.commit(output)
         if sampling.logprobs is not None:
             state.logprobs += raw_logprobs(logits_RV, output, sampling.logprobs)
         state.num_rounds += 1
@@ -314,6 +367,8 @@ class Engine:
             state.num_prediction_tokens += num_drafted
             state.num_accepted_prediction_tokens += num_accepted
             return
+        if proposal.draft_version == SUFFIX:
+            return  # says nothing about the draft
         if state.stats.num_drafts == 1 or state.draft_version != proposal.draft_version:
             own.num_requests += 1
         state.draft_version = proposal.draft_version
@@ -343,6 +398,7 @@ class Engine:
                 self._clear_slot(state)
             else:
                 self._keep_prefix(state)
+                self._keep_text(state)
                 self._hand_trace_over(state)
         except Exception as error:  # its answer is complete; what fails here is for later requests only
             logger.exception("The end of request %s failed.", state.request.id)
@@ -363,7 +419,8 @@ class Engine:
 
     def _keep_prefix(self, state: RequestState) -> None:
         written = state.token_ids[: state.target_length]
-        kept = self.prefixes.reserve(written) if state.slot >= 0 else None
+        owner = self._owner(state)
+        kept = self.prefixes.reserve(written, owner) if state.slot >= 0 and owner != "" else None
         if kept is None:
             return
         try:
@@ -372,7 +429,15 @@ class Engine:
         except Exception:
             self.prefixes.give_back(kept)
             raise
-        self.prefixes.keep(kept, written)
+        self.prefixes.keep(kept, written, owner)
+
+    def _keep_text(self, state: RequestState) -> None:
+        """For suffixes of later requests. What is held out of learning is held out here too, and what must not be stored."""
+        request = state.request
+        if state.suffix is None or not request.store or is_held_out(request.conversation_key):
+            return
+        if self.speculation.suffix_traffic_tokens and state.num_output_tokens and self._owner(state) != "":
+            state.suffix.traffic.add(state.token_ids, request.client_key)
 
 
 def _require_finite(best_logits_R: list[float]) -> None:

@@ -19,16 +19,21 @@ class PrefixCache:
     def __init__(self, *, first_slot: int, num_slots: int) -> None:
         self._free = list(range(first_slot, first_slot + num_slots))
         self._kept: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._owners: dict[int, str | None] = {}
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def find(self, prompt: Sequence[int], running: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, int]:
+    def find(
+        self, prompt: Sequence[int], running: Iterable[tuple[int, Sequence[int]]], owner: str | None = None
+    ) -> tuple[int, int]:
         """(slot, number of tokens) of the longest shared beginning, (-1, 0) when none is long enough.
 
-        `running`: (slot, tokens its cache holds). The prompt's last token is never shared: its logits are needed.
+        `running`: (slot, tokens its cache holds). Of kept ones only the owner's own are looked at. The prompt's last token is
+        never shared: its logits are needed.
         """
         best_slot, best_shared = -1, MIN_SHARED_TOKENS - 1
-        for slot, token_ids in [*self._kept.items(), *running]:
+        own = [(slot, tokens) for slot, tokens in self._kept.items() if self._owners[slot] == owner]
+        for slot, token_ids in [*own, *running]:
             shared = num_shared(prompt[:-1], token_ids)
             if shared > best_shared:
                 best_slot, best_shared = slot, shared
@@ -40,7 +45,7 @@ class PrefixCache:
         self.num_hit_tokens += best_shared
         return best_slot, best_shared
 
-    def reserve(self, token_ids: Sequence[int]) -> int | None:
+    def reserve(self, token_ids: Sequence[int], owner: str | None = None) -> int | None:
         """The slot to copy a finished request's cache into; None when it is too short or already there.
 
         The slot holds nothing from now on: `keep` says that the copy is made, `give_back` that it failed.
@@ -49,6 +54,8 @@ class PrefixCache:
         if len(tokens) < MIN_SHARED_TOKENS or not (self._free or self._kept):
             return None
         for slot, kept in self._kept.items():
+            if self._owners[slot] != owner:
+                continue
             shared = num_shared(tokens, kept)
             if shared == len(tokens):
                 self._kept.move_to_end(slot)
@@ -60,8 +67,10 @@ class PrefixCache:
         self._kept.pop(slot, None)
         return slot
 
-    def keep(self, slot: int, token_ids: Sequence[int]) -> None:
+    def keep(self, slot: int, token_ids: Sequence[int], owner: str | None = None) -> None:
+        """`owner`: the client it is kept for; None is everybody."""
         self._kept[slot] = tuple(token_ids)
+        self._owners[slot] = owner
 
     def forget(self) -> list[int]:
         """Keep nothing any more; returns the slots that did."""

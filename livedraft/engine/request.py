@@ -12,6 +12,7 @@ from livedraft.records import FinishReason, Request, RequestCounts, TokenLogprob
 from livedraft.speculation.prediction import Prediction
 from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
+from livedraft.speculation.suffix import SuffixMatcher
 from livedraft.tokenizer import TextStream
 
 
@@ -45,6 +46,7 @@ class RequestState:
     text: TextStream | None = None
     """Only with stop strings: they are found here, inside the round that completes them."""
     prediction: Prediction | None = None
+    suffix: SuffixMatcher | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One an output token, where the request asks for them."""
     num_cached_tokens: int = 0

@@ -29,10 +29,8 @@ from safetensors.numpy import save_file
 
 from livedraft.drafts.database import open_database, scrub_database
 from livedraft.drafts.registry import fsync_path
-from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace, UserError
+from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace, UserError, is_held_out
 
-HELD_OUT_SHARE = 10
-"""One conversation in this many is held out."""
 _MAX_OPEN_SHARDS = 8
 _BEING_WRITTEN_SECONDS = 2.0
 """A younger shard without rows may get them any moment, from a server at work."""
@@ -65,11 +63,6 @@ class TraceRow:
     draft_version: str
     alpha: float | None
     alpha_served: float | None
-
-
-def is_held_out(conversation_key: str) -> bool:
-    """Decided by the keyed hash alone, for good. A request without a conversation (no key) trains."""
-    return bool(conversation_key) and int(conversation_key, 16) % HELD_OUT_SHARE == 0
 
 
 class TraceStore:

@@ -24,8 +24,8 @@ def state_folder(settings: Settings) -> Path:
 def open_llm(settings: Settings, *, learn: bool) -> LLM:
     """Raises UserError or ValueError as `LLM`."""
     model = settings.model
-    is_plain = model.draft == "none" or settings.speculation.method == "none"
-    can_learn = learn and not is_plain and (is_whole_model(model.draft) or is_native(resolve_model(model.name)))
+    has_draft = model.draft != "none" and settings.speculation.uses_draft
+    can_learn = learn and has_draft and (is_whole_model(model.draft) or is_native(resolve_model(model.name)))
     keeps_state = can_learn or model.state is not None
     return LLM(
         model.name,
@@ -93,11 +93,12 @@ def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:
     config = engine.config
     draft = engine.draft_version
     if engine.draft is None:
-        draft += ": plain decoding, as asked" if llm.is_plain_by_choice else ": this target's family decodes plainly"
+        draft += ": as asked" if llm.has_no_draft_by_choice else ": this target's family has none"
+        draft += "; proposals from suffixes" if engine.drafting.uses_suffixes else ", plain decoding"
     elif draft == "untrained":
         draft += " (the target's first layers; no trained version in the state folder)"
     learning = "off: nothing is stored"
-    if engine.draft is None and not llm.is_plain_by_choice:
+    if engine.draft is None and not llm.has_no_draft_by_choice:
         learning += "; only drafts of Llama, Qwen2 and Qwen3 targets learn"
     if llm.capture is not None:
         learning = f'on: traces and drafts in {llm.state}; off with --no-learn, for one request with "store": false'

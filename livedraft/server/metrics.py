@@ -92,7 +92,7 @@ def _speculation(draft: str, by_version: list[tuple[tuple[str, str], Speculation
         labels=[*labels, "position"],
     )
     for (route, version), stats in by_version:
-        values = ["prediction" if version == "prediction" else draft, version, route]
+        values = [version if version in ("prediction", "suffix") else draft, version, route]
         for name, family in families.items():
             family.add_metric(values, getattr(stats, name))
         for position, number in enumerate(list(stats.num_accepted_tokens_per_pos)):

@@ -149,6 +149,18 @@ class DraftLengthPolicy:
         speeds = [self._tokens_per_second(k, num_requests, num_other_rows, acceptance) for k in lengths]
         return speeds.index(max(speeds))
 
+    def value(self, num_requests: int, num_rows: int) -> float:
+        """Of drafting in the coming round, for each of `num_requests` requests: the tokens it is expected to add, less those
+        that plain decoding of `num_rows` rows would give in the time it takes."""
+        target, rate = self.costs.target_seconds, num_requests / self.costs.target_seconds(num_rows)
+        acceptance = self.acceptance_by_position
+        best = 0.0 if self.fixed is None else float("-inf")
+        for k in range(1, self.max_tokens + 1) if self.fixed is None else [self.fixed]:
+            added = target(num_rows + num_requests * k) - target(num_rows)
+            seconds = k * self.costs.draft_step_seconds(num_requests) + added
+            best = max(best, expected_tokens(acceptance, k) - 1.0 - rate * seconds / num_requests)
+        return best
+
     def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int, acceptance: list[float]) -> float:
         """Of one request, when all draft k tokens."""
         rows = num_requests * (k + 1) + num_other_rows

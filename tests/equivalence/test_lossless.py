@@ -110,6 +110,47 @@ def test_requests_that_join_and_leave_change_nothing():
     assert outputs == alone
 
 
+@pytest.mark.parametrize("draft", [None, 0.04, 0.3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("k", [1, 5, None])
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_suffixes_of_own_and_others_texts_change_nothing(mode, k, batch, draft):
+    """Alone and beside a draft, on texts that were said before and, with another seed, nearly so."""
+    prompts = [[*p, *p, 3] for p in PROMPTS[:batch]]
+    served = with_suffixes(draft, k=k)
+    for attempt in range(3):
+        sampling = {"max_tokens": 40, **SAMPLING[mode]}
+        if attempt and "seed" in sampling:
+            sampling["seed"] += attempt // 2
+        outputs = serve(served, [request(p, 10 * attempt + i, **sampling) for i, p in enumerate(prompts)])
+        assert outputs == plain(prompts, **sampling)
+    assert served.stats_by_version["default", "suffix"].num_accepted_tokens > 0
+
+
+def with_suffixes(noise=None, **options):
+    target = decoder(MODEL)
+    draft = None if noise is None else draft_model(perturbed_draft(MODEL, noise=noise), target)
+    return engine(target, draft, suffixes=True, **options)
+
+
+def test_a_swap_beside_suffixes_changes_nothing():
+    served = with_suffixes(0.3, k=None)
+    serve(served, [request([*p, *p], 100 + i, max_tokens=60) for i, p in enumerate(PROMPTS)])
+    requests = [request([*p, *p], i, max_tokens=60) for i, p in enumerate(PROMPTS)]
+    states = [served.add_request(one) for one in requests]
+    rounds = 0
+    while served.has_work:
+        served.step()
+        rounds += 1
+        if rounds % 5 == 0:
+            draft = draft_model(
+                perturbed_draft(MODEL, noise=0.04 * (rounds % 3)), served.runner.target, version=f"v{rounds}"
+            )
+            served.offer_draft(draft if rounds % 2 else None)
+    assert [s.output_token_ids for s in states] == plain([[*p, *p] for p in PROMPTS], max_tokens=60)
+    assert served.stats_by_version["default", "suffix"].num_accepted_tokens > 0
+
+
 def test_mixed_greedy_seeded_and_unseeded_batch():
     target = decoder(MODEL)
     served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.1), target))
@@ -128,7 +169,7 @@ def test_mixed_greedy_seeded_and_unseeded_batch():
     ],
     ids=["plain", "penalties and bias", "filters"],
 )
-@pytest.mark.parametrize("weights", ["full", "trimmed"])
+@pytest.mark.parametrize("weights", ["full", "trimmed", "suffix"])
 def test_unseeded_sampling_equals_the_target_in_distribution(weights, options):
     """The first two of three tokens of 6,000 unseeded requests, against the exact joint law computed from the target's
     logits. k = 2, so the second is accepted, recovered after an acceptance, or a bonus."""
@@ -138,6 +179,9 @@ def test_unseeded_sampling_equals_the_target_in_distribution(weights, options):
     target = decoder(MODEL, num_slots=32)
     served = engine(target, draft_model(draft, target), k=2)
     prompt = [5, 9]
+    if weights == "suffix":  # the traffic's texts begin as this prompt and go on as they were drawn
+        served = engine(target, None, k=2, suffixes=True)
+        prompt = [7, 5, 9]
     sampling = {"temperature": temperature, "max_tokens": 3, **options}
     outputs = serve(served, [request(prompt, i, **sampling) for i in range(num_requests)])
     assert len(served.stats.num_accepted_tokens_per_pos) == 2
@@ -159,10 +203,11 @@ def test_unseeded_sampling_equals_the_target_in_distribution(weights, options):
             logits_V[token] += addend
         return (logits_V / temperature).softmax(-1)
 
-    first = law(reference.forward(prompt, [0, 1], [0, 0], [1]).logits_RV[0], [])
+    last = len(prompt) - 1
+    first = law(reference.forward(prompt, list(range(last + 1)), [0] * (last + 1), [last]).logits_RV[0], [])
     joint = {}
     for token in range(VOCABULARY_SIZE):
-        second = law(reference.forward([token], [2], [0], [0]).logits_RV[0], [token])
+        second = law(reference.forward([token], [last + 1], [0], [0]).logits_RV[0], [token])
         joint.update({(token, other): (first[token] * second[other]).item() for other in range(VOCABULARY_SIZE)})
     counts: dict[tuple[int, int], int] = {}
     for output in outputs:

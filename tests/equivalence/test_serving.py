@@ -7,6 +7,7 @@ tokens, in whatever batch, streamed or whole. Reference: the same server, plainl
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 
@@ -19,6 +20,7 @@ from livedraft.llm import LLM
 from livedraft.models.load import load_model
 from livedraft.server.local import serve_llm
 from livedraft.settings import Settings
+from livedraft.speculation.stats import SpeculationStats
 from tests.equivalence.covering import covering_array, pairs_of
 from tests.hf_folder import TEXT_CONFIG, write_text_model
 from tests.serving import InProcess
@@ -50,7 +52,7 @@ OPTIONS = {
     "response_format": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     "n": {**SEEDED, "n": 2},
 }
-PROPOSERS = ["draft", "poor draft", "trimmed draft", "prediction"]
+PROPOSERS = ["draft", "poor draft", "trimmed draft", "prediction", "suffix", "suffix and poor draft"]
 GRID = list(itertools.product(range(6), (1, 3, 8), (False, True)))
 SAMPLE_SIZE = 5
 
@@ -102,6 +104,12 @@ class Bench:
             self._plain[key] = self.client.complete(self.body(options, prompt, num_speculative_tokens=0))
         return self._plain[key]
 
+    def propose_from(self, proposer):
+        """From the next round on; None is nothing."""
+        has_suffixes = proposer is not None and proposer.startswith("suffix")
+        self.llm.engine.drafting.uses_suffixes = has_suffixes
+        self.llm.engine.offer_draft(self.drafts.get((proposer or "").removeprefix("suffix and ")))
+
     def check(self, options, proposer, k, batch, is_stream):
         prompts = PROMPTS[:batch]
         wanted = [self.plain(options, prompt) for prompt in prompts]
@@ -114,7 +122,7 @@ class Bench:
             for body, reply in zip(bodies, wanted):
                 text = reply.choices[0].text
                 body["prediction"] = {"type": "content", "content": text[:6] + "!" + text[7:]}
-        self.llm.engine.offer_draft(self.drafts.get(proposer))
+        self.propose_from(proposer)
         replies = self.client.complete(*bodies)
         for prompt, reply, plain in zip(prompts, replies if batch > 1 else [replies], wanted):
             where = (options, proposer, k, batch, is_stream, prompt)
@@ -217,7 +225,7 @@ def test_a_request_is_the_same_alone_and_among_eight_of_every_kind(bench, option
             running = asyncio.gather(*(bench.client.reply(body) for body in [*others[:4], one, *others[4:]]))
             for version in (proposer, None, "draft"):
                 await asyncio.sleep(0.02)
-                bench.llm.engine.offer_draft(bench.drafts.get(version))
+                bench.propose_from(version)
             return await running
 
         replies = bench.client.run(together())
@@ -228,9 +236,16 @@ def test_a_request_is_the_same_alone_and_among_eight_of_every_kind(bench, option
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_the_proposers_above_are_neither_always_right_nor_always_wrong(bench, proposer):
     """Guards the tests above: equality would be cheap without proposals, and without rejections."""
-    bench.check({}, proposer, 5, 8, False)
-    stats = bench.llm.engine.stats_by_version["default", proposer]
-    assert 0.02 < stats.acceptance_rate < 0.98
+    options = (
+        {"temperature": 1.0, "seed": 77} if proposer.startswith("suffix") else {}
+    )  # greedy texts were all said before
+    before = dataclasses.replace(
+        bench.llm.engine.stats_by_version.get(("default", proposer.split(" and ")[0]), SpeculationStats())
+    )
+    bench.check(options, proposer, 5, 8, False)
+    stats = bench.llm.engine.stats_by_version["default", proposer.split(" and ")[0]]
+    num_drafted = stats.num_draft_tokens - before.num_draft_tokens
+    assert 0.02 < (stats.num_accepted_tokens - before.num_accepted_tokens) / num_drafted < 0.98
 
 
 def test_reference_answers_end_in_every_way(bench):

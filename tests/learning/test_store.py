@@ -14,8 +14,8 @@ from livedraft.drafts.database import open_database
 from livedraft.events import Events
 from livedraft.learning import capture as capture_room
 from livedraft.learning.capture import Capture, conversation_key, load_secret, write_secret
-from livedraft.learning.store import HELD_OUT_SHARE, TraceStore, clear_memory, is_held_out, keep_in_memory
-from livedraft.records import UserError
+from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
+from livedraft.records import HELD_OUT_SHARE, UserError, is_held_out
 from tests.learning.toy import served_traces
 
 

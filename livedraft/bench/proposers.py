@@ -1,0 +1,137 @@
+"""`livedraft bench proposers`: plain decoding, suffixes alone, the draft alone and both, stream by stream, interleaved.
+
+A stream is a prompt file or, within one, a topic; with `--second-turns` the conversations that have a second turn are asked it,
+after the target's own first answer. Nothing is kept between requests: suffixes come from each request's own text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
+from livedraft.bench.contender import Contender
+from livedraft.bench.prompts import Row, read_rows
+from livedraft.bench.same_output import compare_outputs
+from livedraft.draft_source import is_whole_model
+from livedraft.llm import LLM
+from livedraft.models.pull import resolve_model
+from livedraft.records import SamplingParams, UserError
+
+_TURNS = ("suffix", "draft", "suffix_and_draft")
+
+
+def run(
+    *,
+    prompts: Sequence[str],
+    limit: int,
+    topics: Sequence[str],
+    second_turns: bool,
+    max_tokens: int,
+    temperature: float,
+    draft: str,
+    state: Path | None,
+    model: str,
+    dtype: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    streams = _streams(prompts, limit, topics, second_turns)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    with LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads) as llm:
+        if llm.engine.draft is None:
+            raise UserError("There is no draft to compare with; name one with --draft.")
+        version = draft if is_whole_model(draft) else llm.engine.draft_version
+        results = {}
+        for name, rows in streams.items():
+            token_ids = [_prompt(llm, row, max_tokens) for row in rows]
+            results[name] = _stream(llm, version, sampling, token_ids, model, name)
+    print(file=sys.stderr)
+    result = {"draft": version, "max_tokens": max_tokens, "temperature": temperature, "streams": results}
+    print(json.dumps(result)) if as_json else _print(result)
+
+
+def _streams(prompts: Sequence[str], limit: int, topics: Sequence[str], second_turns: bool) -> dict[str, list[Row]]:
+    """At most `limit` rows of each stream."""
+    streams: dict[str, list[Row]] = {}
+    for source in prompts:
+        for row in read_rows(source, None):
+            name = row.topic if topics and row.topic else Path(source).stem
+            if topics and name not in topics:
+                continue
+            if not second_turns or row.second_turn is None:
+                streams.setdefault(name, []).append(row)
+            if second_turns and row.second_turn is not None:
+                streams.setdefault("second turns", []).append(row)
+    if not streams:
+        raise UserError("No prompt is of the topics asked for.")
+    return {name: rows[:limit] for name, rows in streams.items()}
+
+
+def _prompt(llm: LLM, row: Row, max_tokens: int) -> list[int]:
+    """Tokens; of a second turn with what the target says to the first."""
+    messages = row.messages
+    if row.second_turn is not None:
+        answer = llm.generate([messages], SamplingParams(max_tokens=max_tokens), store=False)[0].text
+        messages = [
+            *messages, {"role": "assistant", "content": answer}, {"role": "user", "content": row.second_turn}
+        ]  # fmt: skip
+    return llm.tokenizer.encode_chat(messages)[-(llm.engine.config.max_model_len - max_tokens) :]
+
+
+def _stream(
+    llm: LLM, version: str, sampling: SamplingParams, token_ids: list[list[int]], model: str, name: str
+) -> dict[str, Any]:
+    contenders = {
+        "plain": Contender(llm, None, sampling),
+        "suffix": Contender(llm, None, sampling, uses_suffixes=True),
+        "draft": Contender(llm, version, sampling, uses_suffixes=False),
+        "suffix_and_draft": Contender(llm, version, sampling, uses_suffixes=True),
+    }
+    for contender in contenders.values():
+        contender(token_ids[0])
+    timings = alternate(
+        contenders,
+        token_ids,
+        num_rounds=1,
+        report=lambda line: print(f"\r{name}: {line:<40}", end="", file=sys.stderr, flush=True),
+    )
+    figures: dict[str, Any] = {
+        "num_prompts": len(token_ids),
+        "mean_prompt_tokens": round(sum(map(len, token_ids)) / len(token_ids)),
+        "plain_tokens_per_second": round(timings["plain"].tokens_per_second(), 1),
+    }
+    for one in _TURNS:
+        figures[one] = _ratio(timings[one], timings["plain"]) | {
+            "acceptance_rate": contenders[one].stats.acceptance_rate,
+            "block_efficiency": contenders[one].stats.block_efficiency,
+        }
+        figures[f"suffix_and_draft_over_{one}"] = _ratio(timings["suffix_and_draft"], timings[one])
+    del figures["suffix_and_draft_over_suffix_and_draft"]
+    if sampling.is_greedy:
+        same = compare_outputs(
+            token_ids, timings["plain"].outputs, timings["suffix_and_draft"].outputs, resolve_model(model)
+        )
+        figures |= {"same_output": same.num_same, "near_ties": len(same.near_tie_gaps), "compared": same.num_compared}
+    return figures
+
+
+def _ratio(timing: Timing, baseline: Timing) -> dict[str, float]:
+    ratio, bound = median_with_lower_bound(timing.pair_ratios(baseline))
+    return {"ratio": round(ratio, 3), "lower_bound": round(bound, 3)}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("stream", "prompts", "plain, tokens/s", *(f"{one.replace('_', ' ')}, × plain" for one in _TURNS))
+    for name, figures in result["streams"].items():
+        table.add_row(
+            name, str(figures["num_prompts"]), str(figures["plain_tokens_per_second"]),
+            *(f"{figures[one]['ratio']:.2f} ({figures[one]['lower_bound']:.2f})" for one in _TURNS),
+        )  # fmt: skip
+    Console().print(table)

@@ -1,0 +1,173 @@
+"""The match finder against a search by hand; what traffic gives to whom; and what is learnt from what was said."""
+
+import random
+
+import pytest
+
+from livedraft.speculation.suffix import MIN_MATCH, History, Match, MatchStatistics, SuffixMatcher, Traffic
+
+
+def longest_by_hand(texts, context):
+    """Over whole texts: the longest match of the context's end that something follows, and all that follow a match as long."""
+    best, following = MIN_MATCH - 1, set()
+    for text in texts:
+        for end in range(MIN_MATCH, len(text)):
+            length = 0
+            while length < min(end, len(context), 64) and text[end - 1 - length] == context[-1 - length]:
+                length += 1
+            if length > best:
+                best, following = length, set()
+            if length == best and length >= MIN_MATCH:
+                following.add((text[end], len(text) - end))
+    return (best, following) if following else (0, set())
+
+
+@pytest.mark.parametrize("vocabulary", [3, 6, 20])
+def test_the_longest_match_is_found(vocabulary, monkeypatch):
+    monkeypatch.setattr("livedraft.speculation.suffix._CANDIDATES", 10_000)
+    chance = random.Random(vocabulary)
+    history, texts = History(5_000, table_bits=7), []  # a small table: many tokens share a slot
+    for _ in range(60):
+        texts.append(chance.choices(range(vocabulary), k=chance.randrange(1, 40)))
+        history.extend(texts[-1])
+        history.break_off()
+        context = chance.choices(range(vocabulary), k=chance.randrange(1, 30))
+        length, end = history.find(context)
+        expected, following = longest_by_hand(texts, context)
+        assert length == expected
+        if length:
+            continuation = history.following(end, 1_000)
+            assert (continuation[0], len(continuation)) in following
+            assert history.read(end - length, end) == context[-length:]
+
+
+def test_what_is_overwritten_is_never_found():
+    """A ring of 50 tokens under constant writing: every match found lies in the last 50, whole."""
+    chance = random.Random(1)
+    history, everything = History(50, table_bits=5), []
+    for _ in range(400):
+        text = chance.choices(range(3), k=chance.randrange(1, 20))
+        history.extend(text)
+        history.break_off()
+        everything += [*text, -1]
+        assert history.read(history.start, history.end) == everything[-50:]
+        context = chance.choices(range(3), k=8)
+        length, end = history.find(context)
+        if length:
+            assert end - length >= history.start
+            assert everything[end - length : end] == context[-length:]
+            assert everything[end] == history.following(end, 1)[0]
+
+
+def test_a_search_looks_at_few_candidates():
+    history = History(100_000)
+    history.extend([1, 2, 3, 4] * 20_000)
+    history.break_off()
+    context = [9, 1, 2, 3]
+    assert history.find(context)[0] == 3
+    calls = 0
+
+    def count(_position):
+        nonlocal calls
+        calls += 1
+        return True
+
+    history.find(context, count)
+    assert calls <= 12
+
+
+def matcher(traffic=None, prompt=(), client_key="", longest=8, statistics=None):
+    made = SuffixMatcher(
+        traffic=traffic or Traffic(1000),
+        statistics=statistics or MatchStatistics(),
+        client_key=client_key,
+        longest=longest,
+    )
+    made.start(list(prompt), max_tokens=50)
+    return made
+
+
+def test_a_request_finds_itself_and_then_others():
+    own = matcher(prompt=[1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert own.find() == Match(length=3, continuation=(4, 5, 6, 1, 2, 3), is_own=True)
+    own.commit([4, 5])
+    assert own.find() == Match(length=5, continuation=(6, 1, 2, 3, 4, 5), is_own=True)
+    own.commit([9])
+    assert own.find() is None
+    traffic = Traffic(1000)
+    traffic.add([7, 8, 9, 10, 11])
+    other = matcher(traffic, prompt=[0, 7, 8, 9])
+    assert other.find() == Match(length=3, continuation=(10, 11), is_own=False)
+    assert matcher(traffic, prompt=[0, 7, 8, 9], longest=1).find().continuation == (10,)
+    # Its own text wins among equals; a longer match elsewhere wins.
+    assert matcher(traffic, prompt=[8, 9, 10, 5, 8, 9, 10]).find().is_own
+    assert not matcher(traffic, prompt=[8, 9, 10, 5, 7, 8, 9, 10]).find().is_own
+
+
+def test_texts_do_not_run_into_each_other():
+    traffic = Traffic(1000)
+    traffic.add([1, 2, 3])
+    traffic.add([4, 5, 6])
+    assert matcher(traffic, prompt=[1, 2, 3]).find() is None
+    assert matcher(traffic, prompt=[2, 3, 4]).find() is None
+
+
+def test_clients_are_apart_where_they_have_to_be():
+    traffic = Traffic(1000, is_per_client=True)
+    traffic.add([1, 2, 3, 4], "alice")
+    traffic.add([1, 2, 3, 5], "bob")
+    traffic.add([1, 2, 3, 6], "")
+    found = {key: matcher(traffic, [1, 2, 3], key).find() for key in ("alice", "bob", "carol", "")}
+    assert found["alice"].continuation == (4,)
+    assert found["bob"].continuation == (5,)
+    assert found["carol"] is None
+    assert found[""] is None
+    shared = Traffic(1000)
+    shared.add([1, 2, 3, 4], "alice")
+    assert matcher(shared, [1, 2, 3], "bob").find() is not None
+
+
+def test_old_texts_are_forgotten_and_all_of_them_on_demand():
+    now = [0.0]
+    traffic = Traffic(1000, max_age_seconds=10.0, clock=lambda: now[0])
+    traffic.add([1, 2, 3, 4])
+    now[0] = 8.0
+    traffic.add([5, 6, 7, 8])
+    assert matcher(traffic, [1, 2, 3]).find() is not None
+    now[0] = 12.0
+    assert matcher(traffic, [1, 2, 3]).find() is None
+    assert matcher(traffic, [5, 6, 7]).find() is not None
+    traffic.forget()
+    assert matcher(traffic, [5, 6, 7]).find() is None
+    assert traffic.num_tokens == 0
+
+
+def test_memory_is_bounded():
+    traffic = Traffic(1000)
+    for number in range(2000):
+        traffic.add([number] * 5)
+    assert traffic.num_tokens == 1000
+    assert len(traffic._texts) < 400
+
+
+def test_statistics_follow_what_was_said():
+    statistics = MatchStatistics()
+    match = Match(length=4, continuation=(1, 2, 3), is_own=True)
+    before = [statistics.acceptance(match, offset) for offset in range(3)]
+    assert before == sorted(before)  # the longer the match the better the guess
+    for _ in range(300):
+        statistics.record(match, [1, 9])  # the first right, the second wrong, the third never reached
+    after = [statistics.acceptance(match, offset) for offset in range(3)]
+    assert after[0] > 0.9
+    assert after[1] < 0.1
+    assert after[2] == before[2]
+    assert statistics.acceptance(Match(length=4, continuation=(1,), is_own=False), 0) == before[0]
+
+
+def test_a_guess_that_was_not_proposed_teaches_too():
+    statistics = MatchStatistics()
+    for _ in range(100):
+        own = matcher(prompt=[1, 2, 3, 4, 1, 2, 3], statistics=statistics)
+        own.find()
+        own.commit([7])
+    assert statistics.acceptance(own.match, 0) < 0.1
