@@ -32,6 +32,8 @@ from livedraft.speculation.suffix import Match, MatchStatistics
 logger = logging.getLogger("livedraft")
 DEFAULT_PRIOR = 0.3
 """The acceptance expected of a draft nobody has measured."""
+PROBE_SHARE = 0.02
+"""Of the time since the last probe that the next one may cost in catching up."""
 EVIDENCE_ROUNDS = 8
 """While two versions are compared, each drafts at least one token in the first rounds of a request even where it does not
 pay."""
@@ -43,6 +45,7 @@ class Resident:
 
     draft: DraftModel
     lengths: DraftLengthPolicy
+    rounds_since_probe: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,9 @@ class Drafting:
         num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit <= 0)
         length = resident.lengths.choose(num_drafting, num_other_rows + num_predicted)
         chosen = _only_cheapest(resident.draft, entries, limits) if length.is_probe else limits
+        if length.k > 0 and resident.lengths.fixed is None:
+            chosen = self._worth_catching_up(resident, entries, chosen, is_probe=length.is_probe)
+        resident.rounds_since_probe += 1
         lengths = [replace(length, k=max(0, min(length.k, limit))) for limit in chosen]
         if self.second is None or resident.lengths.fixed is not None:
             return lengths
@@ -201,6 +207,29 @@ class Drafting:
             DraftLength(k=1) if own.k == 0 and limit > 0 and entry.state.num_rounds < EVIDENCE_ROUNDS else own
             for own, limit, entry in zip(lengths, limits, entries, strict=True)
         ]
+
+    def _worth_catching_up(
+        self, resident: Resident, entries: list[RoundEntry], limits: list[int], *, is_probe: bool
+    ) -> list[int]:
+        """0 for a request whose draft cache lacks so much, a long prompt mostly, that drafting what is left of its answer would
+        not earn back writing it."""
+        draft, round_seconds = resident.draft, self._costs.target_seconds(1)
+        num_drafting = sum(limit > 0 for limit in limits)
+        if num_drafting == 0:
+            return limits
+        value = resident.lengths.value(num_drafting, sum(entry.num_pending_rows for entry in entries))
+        chosen = []
+        for entry, limit in zip(entries, limits, strict=True):
+            if limit > 0:
+                lag = len(entry.state.token_ids) - draft.lengths[entry.state.slot]
+                cost = max(0, lag - 1) * self._costs.draft_write_seconds / round_seconds  # in tokens of plain decoding
+                rounds_left = (limit + 1) / (1.0 + max(0.0, value))
+                worth = PROBE_SHARE * resident.rounds_since_probe if is_probe else value * rounds_left
+                limit = limit if cost <= max(0.0, worth) else 0
+            chosen.append(limit)
+        if is_probe and any(chosen):
+            resident.rounds_since_probe = 0
+        return chosen
 
     def _drafted(
         self, resident: Resident, entries: list[RoundEntry], lengths: list[DraftLength]

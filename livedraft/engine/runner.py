@@ -81,7 +81,7 @@ class Runner:
         row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
         _write_prompts(self.target, 1, start)
         seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
-        draft_seconds = {1: 0.0}
+        draft_seconds, write_seconds = {1: 0.0}, 0.0
         if draft is not None:
             batches = [batch for batch in _COST_REQUESTS if batch <= draft.decoder.num_slots]
             _write_prompts(draft.decoder, max(batches), min(_COST_POSITION, draft.max_length - 1))
@@ -90,8 +90,12 @@ class Runner:
                 batch: _median_seconds(_draft_steps(draft, batch), 3 * num_repeats, before) / _NUM_DRAFT_STEPS
                 for batch in batches
             }
+            written = min(max(_COST_ROWS), draft.max_length)
+            write_seconds = _median_seconds(lambda: _write_prompts(draft.decoder, 1, written), num_repeats) / written
         return CostModel(
-            target_seconds_by_rows=_never_falling(seconds), draft_seconds_by_requests=_never_falling(draft_seconds)
+            target_seconds_by_rows=_never_falling(seconds),
+            draft_seconds_by_requests=_never_falling(draft_seconds),
+            draft_write_seconds=write_seconds,
         )
 
 

@@ -40,6 +40,8 @@ class CostModel:
 
     target_seconds_by_rows: dict[int, float]
     draft_seconds_by_requests: dict[int, float]
+    draft_write_seconds: float = 0.0
+    """A token that the draft's cache lacks and has to be written."""
 
     def target_seconds(self, num_rows: int) -> float:
         return _interpolated(self.target_seconds_by_rows, num_rows)

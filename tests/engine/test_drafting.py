@@ -1,12 +1,13 @@
 """Two drafts side by side: who gets which, that nothing but speed depends on it, and that each is counted by itself."""
 
+import dataclasses
 import zlib
 
 import pytest
 import torch
 
 from livedraft.engine.drafting import EVIDENCE_ROUNDS, Lineup
-from tests.tiny import PROMPTS, decoder, draft_model, engine, perturbed_draft, random_model, request, serve
+from tests.tiny import COSTS, PROMPTS, decoder, draft_model, engine, perturbed_draft, random_model, request, serve
 
 MODEL = random_model()
 PLAIN = serve(engine(decoder(MODEL), None), [request(p, i) for i, p in enumerate(PROMPTS)])
@@ -93,6 +94,37 @@ def test_a_swap_is_said_only_when_another_draft_serves():
     served.offer_draft(second)
     served.take_up_offered_draft()
     assert [(e["event"], e["previous"], e["version"]) for e in seen] == [("draft_swapped", "one", "two")]
+
+
+DEAR_WRITING = dataclasses.replace(COSTS, draft_write_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "is_drafted"), [(5, 8, True), (90, 8, False), (90, 30, True), (20, 2, False)]
+)
+def test_a_long_prompt_is_read_for_an_answer_worth_it(num_prompt, max_tokens, is_drafted):
+    """Reading 90 tokens costs 18 of the target's passes; drafting saves about two thirds of the answer's."""
+    target = decoder(MODEL)
+    draft = draft_model(perturbed_draft(MODEL, noise=0.04), target)
+    served = engine(target, draft, k=None, prior=0.7, costs=DEAR_WRITING)
+    prompt = [(5 * n) % 60 for n in range(num_prompt)]
+    serve(served, [request(prompt, max_tokens=max_tokens)])
+    assert (served.stats.num_draft_tokens > 0) == is_drafted
+
+
+def test_probes_of_a_draft_that_does_not_pay_read_no_long_prompts_all_the_time():
+    def rows_read(write_seconds):
+        target = decoder(MODEL)
+        draft = draft_model(perturbed_draft(MODEL, noise=2.0), target)
+        costs = dataclasses.replace(COSTS, draft_write_seconds=write_seconds)
+        served = engine(target, draft, k=None, prior=0.0, costs=costs)
+        for number in range(30):
+            serve(served, [request([(number + 5 * n) % 60 for n in range(90)], number, max_tokens=30)])
+        return draft.num_rows
+
+    free, dear = rows_read(0.0), rows_read(0.05)
+    assert free > 90 * 8  # a probe in 64 rounds, each of another prompt
+    assert 0 < dear < free / 2  # but probes there are
 
 
 def test_the_users_fixed_length_is_kept_also_in_a_comparison():
