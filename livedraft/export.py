@@ -10,11 +10,12 @@ Legend: V target vocabulary, W draft vocabulary, D width, N positions.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from livedraft.drafts.registry import MANIFEST_NAME, WEIGHTS_NAME, Registry, new
 from livedraft.drafts.weights import DraftWeights, check_against_target, load_draft, save_draft
 from livedraft.learning.batches import collate, example_from_trace
 from livedraft.learning.forward import TargetParts, forward_of
-from livedraft.learning.store import TraceStore
+from livedraft.learning.store import TraceStore, read_recorded
 from livedraft.models.config import ModelConfig, hf_config
 from livedraft.models.export_gguf import write_gguf_like
 from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD
@@ -49,21 +50,30 @@ class Exported:
     """Mean probability of all tokens the draft does not know, on the traces; None where it knows all or there are no traces."""
 
 
-def export_draft(registry: Registry, version_id: str, target: Path, folder: Path, *, format: str) -> Exported:
-    """Write a version as `hf` (a folder) or `gguf` (a file). Raises UserError for what cannot be exported or written."""
+def export_draft(registry: Registry | None, version_id: str, target: Path, folder: Path, *, format: str) -> Exported:
+    """Write a version, or a draft's folder that `distill` left, as `hf` (a folder) or `gguf` (a file). Raises UserError for
+    what cannot be exported or written."""
     if format not in ("hf", "gguf"):
         raise UserError(f"--format must be hf or gguf, got {format!r}.")
-    row = registry.version(version_id)
-    version = DraftVersion(**registry.manifest(version_id))
-    draft = registry.load(version)
+    source = Path(version_id)
+    if (source / WEIGHTS_NAME).exists():
+        version, draft, traces = _distilled(source)
+        measured = f"by `distill` on prompts kept back: alpha {version.alpha}"
+    else:
+        if registry is None:
+            raise UserError(f"{version_id} is no folder of a draft.")
+        decision = registry.version(version_id)["decision"] or {}
+        version = DraftVersion(**registry.manifest(version_id))
+        draft, traces = registry.load(version), _recent_traces(registry.state)
+        measured = f"by the gate on requests it had not seen: alpha {decision.get('alpha')}"
     if draft.hf_config is not None:
         raise UserError(
             f"{version_id} is a whole model of transformers already; its base folder and draft.safetensors are it."
         )
     parts = TargetParts.load(target, draft)
-    exported = _whole(draft, parts, _recent_traces(registry.state))
+    exported = _whole(draft, parts, traces)
     tokenizer = load_tokenizer(target, ())
-    card = _card(version, row, exported, target)
+    card = _card(version, measured, exported, target)
     try:
         if format == "hf":
             _write_hf(exported, tokenizer, folder, card)
@@ -72,6 +82,17 @@ def export_draft(registry: Registry, version_id: str, target: Path, folder: Path
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
     return exported
+
+
+def _distilled(folder: Path) -> tuple[DraftVersion, DraftWeights, list[Trace]]:
+    """With some of what it learnt from, where that is beside it."""
+    try:
+        version = DraftVersion(**json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder} has no {MANIFEST_NAME} that can be read ({error}).") from error
+    parts = sorted((folder.parent / "responses").glob("part-*.st"))
+    traces = read_recorded(parts[0])[:_NUM_TRACES] if parts else []
+    return version, load_draft(folder / WEIGHTS_NAME), traces
 
 
 def _recent_traces(state: Path) -> list[Trace]:
@@ -163,8 +184,7 @@ def _full_head(
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _card(version: DraftVersion, row: dict[str, Any], exported: Exported, target: Path) -> str:
-    decision = row["decision"] or {}
+def _card(version: DraftVersion, measured: str, exported: Exported, target: Path) -> str:
     mass = "unknown: no traces at hand" if exported.absent_mass is None else f"{exported.absent_mass:.3%}"
     return f"""---
 library_name: transformers
@@ -177,7 +197,8 @@ A draft model for speculative decoding, exported by livedraft on {time.strftime(
 - target fingerprint {version.target_fingerprint}, tokenizer fingerprint {version.tokenizer_fingerprint}
 - {version.num_layers} layers, {version.vocabulary_size} tokens known; probability of all others together: {mass}
 - trained on {version.num_requests_seen} requests, parent {version.parent}
-- measured by the gate on requests it had not seen: alpha {decision.get("alpha")}
+- measured {measured}
+- written by livedraft {metadata.version("livedraft")} with `{" ".join(sys.argv)}`
 - sha256 of draft.safetensors: {version.sha256}
 """
 

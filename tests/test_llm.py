@@ -1,6 +1,7 @@
 """The front door: other families, a start that fails, a round that fails."""
 
 import json
+import time
 
 import pytest
 
@@ -67,3 +68,32 @@ def test_every_sampling_option_survives_the_trace_store(model_folder, tmp_path):
     (row,) = store.rows()
     assert store.read(row).sampling == sampling
     assert json.dumps(sampling.logit_bias)
+
+
+def test_a_restart_remembers_what_was_said_and_a_deletion_forgets_it(model_folder, tmp_path):
+    """For suffix proposals: texts are read from the traces while serving begins."""
+    from livedraft.operations import delete_traces
+
+    options = {"state": tmp_path, "learn": True, "dtype": "float32", "num_threads": 1}
+    prompts = [f"question number {n}" for n in range(4)]
+    sampling = SamplingParams(max_tokens=24)
+
+    def texts(llm):
+        deadline = time.monotonic() + 20
+        while not llm.engine._offered_texts and time.monotonic() < deadline:
+            time.sleep(0.02)
+        llm.engine.step()
+        return llm.engine.traffic["default"].num_tokens
+
+    with LLM(str(model_folder), **options) as llm:
+        before = llm.generate(prompts, sampling)
+    with LLM(str(model_folder), **options) as llm:
+        num_tokens = texts(llm)
+        after = llm.generate(prompts, sampling)
+        said = llm.engine.stats_by_version["default", "suffix"]
+    assert [o.token_ids for o in after] == [o.token_ids for o in before]
+    assert num_tokens >= sum(len(o.token_ids) for o in before)
+    assert said.acceptance_rate > 0.8
+    delete_traces(tmp_path, None)
+    with LLM(str(model_folder), **options) as llm:
+        assert texts(llm) == 0

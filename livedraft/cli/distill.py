@@ -31,6 +31,7 @@ from livedraft.device import choose_execution_path, num_available_cores
 from livedraft.draft_source import UNTRAINED, tokenizer_of
 from livedraft.drafts.registry import MANIFEST_NAME
 from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
+from livedraft.engine.judging import judged_trace
 from livedraft.learning import finetune
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.distill import (
@@ -47,13 +48,13 @@ from livedraft.learning.distill import (
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.ranks import Ranks
 from livedraft.learning.store import read_recorded, write_shard
-from livedraft.learning.teacher import FullTeacher, Writer, judged
+from livedraft.learning.teacher import FullTeacher, Writer
 from livedraft.learning.trainer import Trainer, require_memory
 from livedraft.learning.vocabulary import VocabularyUse
 from livedraft.llm import LLM
 from livedraft.models.open import open_model
 from livedraft.models.pull import is_hub_name, pull, resolve_model
-from livedraft.records import DraftVersion, SamplingParams, Trace, UserError
+from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message, Tokenizer
 
 _PART = 64
@@ -228,7 +229,7 @@ def _given(run: _Run, rows: Sequence[Row], first: int) -> list[Trace]:
         request = llm.request(_prompt(llm.tokenizer, row), _sampling(run.config, 0), id=str(first + index))
         output = [*llm.tokenizer.encode_text(response)[: run.config.max_tokens - 1], llm.tokenizer.eos_token_ids[0]]
         output = output[: llm.target.max_length - len(request.prompt_token_ids)]
-        traces.append(judged(llm.target, request.prompt_token_ids, output, request.sampling, request.id))
+        traces.append(judged_trace(llm.target, request, output, llm.target_fingerprint))
     return traces
 
 
@@ -261,7 +262,12 @@ def _mixed(run: _Run, train: Sequence[Example], draft: DraftWeights, epoch: int)
     prompts = [example.token_ids[: example.num_prompt_tokens].tolist() for example in train]
     outputs = writer.write(prompts, sampling, is_drafts, seed=seed)
     return [
-        judged(target, prompt, output, sampling, str(number))
+        judged_trace(
+            target,
+            Request(id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling),
+            output,
+            run.llm.target_fingerprint,
+        )
         for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 

@@ -12,7 +12,7 @@ import platformdirs
 
 from livedraft import operations
 from livedraft.drafts.database import DATABASE_NAME
-from livedraft.drafts.registry import Registry
+from livedraft.drafts.registry import WEIGHTS_NAME, Registry
 from livedraft.models.pull import resolve_model
 
 _NUM_EVENTS_SHOWN = 5
@@ -40,7 +40,8 @@ def roll_back(state: Path | None) -> None:
 def export_draft(state: Path | None, version_id: str, path: Path, *, format: str, model: str) -> None:
     from livedraft.export import export_draft as export
 
-    done = export(Registry(state_folder(state)), version_id, resolve_model(model), path, format=format)
+    registry = None if (Path(version_id) / WEIGHTS_NAME).exists() else Registry(state_folder(state))
+    done = export(registry, version_id, resolve_model(model), path, format=format)
     mass = (
         "" if done.absent_mass is None else f" Tokens it does not know have {done.absent_mass:.3%} of the probability."
     )

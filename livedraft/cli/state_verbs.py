@@ -47,7 +47,8 @@ def drafts_export(
     model: Model = DEFAULT_MODEL,
     state: State = None,
 ) -> None:
-    """A version as a whole model for other engines, with the target's full vocabulary and a card that says where it is from."""
+    """A version, or a folder that `distill` left, as a whole model for other engines, with the target's full vocabulary and a
+    card that says where it is from."""
     from livedraft.cli.state import export_draft
 
     export_draft(state, version, path, format=format, model=model)

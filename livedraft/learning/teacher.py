@@ -1,5 +1,5 @@
-"""The target as a teacher of texts that serving did not verify: given responses, the draft's own, or a mixture (DistillSpec,
-arXiv 2310.08461, section 3), and its whole distribution where the top tokens of a trace are not enough.
+"""The target as a teacher offline: its whole distribution, where the top tokens of a trace are not enough; and texts that the
+draft has a part in (DistillSpec, arXiv 2310.08461, section 3).
 
 Legend: B texts written together, N loss positions, K teacher tokens, W draft vocabulary, V target vocabulary.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from livedraft.learning.batches import Example, TrainBatch
 from livedraft.models.step import ModelStep
-from livedraft.records import TEACHER_TOP_K, SamplingParams, Trace
+from livedraft.records import SamplingParams
 from livedraft.sampling import DRAFT_DRAW, draw, logits_to_probs, uniform
 
 
@@ -47,25 +46,6 @@ def _output_logits(target: ModelStep, token_ids: list[int], example: Example) ->
     rows = list(range(example.num_prompt_tokens - 1, len(token_ids)))
     logits_TV = target.forward(token_ids, list(range(len(token_ids))), [0] * len(token_ids), rows).logits_RV
     return logits_TV.clone()
-
-
-def judged(target: ModelStep, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams, id: str) -> Trace:
-    """A text with the target's verdicts, as serving it would have left them."""
-    tokens = [*prompt, *output[:-1]]
-    rows = list(range(len(prompt) - 1, len(tokens)))
-    logits_TV = target.forward(tokens, list(range(len(tokens))), [0] * len(tokens), rows).logits_RV
-    top = torch.log_softmax(logits_TV, -1).topk(min(TEACHER_TOP_K, logits_TV.shape[1]), dim=-1)
-    T, nothing = len(output), np.zeros(0, dtype=np.int32)
-    return Trace(
-        request_id=id, route="default", target_fingerprint="", sampling=sampling, draft_version="", arrived_at=0.0,
-        conversation_key="", prompt_token_ids=list(prompt), output_token_ids=list(output),
-        teacher_token_ids_TK=top.indices.numpy().astype(np.int32), teacher_log_probs_TK=top.values.numpy().astype(np.float16),
-        tail_mass_T=(1.0 - top.values.exp().sum(-1)).clamp(min=0).numpy(), round_number_T=np.arange(T, dtype=np.int32),
-        position_version_T=[""] * T, drafted_position_P=nothing, drafted_token_id_P=nothing,
-        drafted_log_prob_P=nothing.astype(np.float32), drafted_target_log_prob_P=nothing.astype(np.float32),
-        drafted_accepted_P=nothing.astype(bool), drafted_off_path_P=nothing.astype(bool),
-        draft_top_token_ids_PQ=np.zeros((0, 8), dtype=np.int32), draft_top_log_probs_PQ=np.zeros((0, 8), dtype=np.float16),
-    )  # fmt: skip
 
 
 class Writer:

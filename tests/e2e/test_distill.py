@@ -79,6 +79,37 @@ def test_both_methods_and_a_draft_that_serves(model_folder, files):
     assert again["adaspec_alpha"] == figures["adaspec_alpha"]
 
 
+def test_an_exported_draft_is_accepted_as_often_elsewhere(model_folder, files):
+    """The folder for transformers, taken back in as a whole model of its own: the same acceptance, in real speculation."""
+    distill(files, model_folder, "--method", "distillspec")
+    draft = files / "out" / "distillspec"
+    done = livedraft("drafts", "export", draft, files / "hf", "--model", model_folder)
+    assert done.returncode == 0, done.stderr
+    card = (files / "hf" / "README.md").read_text()
+    assert "kept back" in card
+    assert "livedraft" in card
+    rates = []
+    for source in (draft, files / "hf"):
+        result = livedraft(
+            "bench", "acceptance", "--prompts", files / "prompts.jsonl", "--model", model_folder, "--draft", source,
+            "--dtype", "float32", "--threads", 1, "--max-tokens", 16, "--temperature", 0, "--json",
+        )  # fmt: skip
+        rates.append(json.loads(result.stdout)["temperature_0"]["acceptance_rate"]["mean"])
+    assert rates[0] == pytest.approx(rates[1], abs=0.02)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(files / "hf", dtype=torch.float32)
+    target = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    answers = [
+        target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=assistant, pad_token_id=256)
+        for assistant in (None, hf_model)
+    ]
+    assert torch.equal(*answers)
+    missing = livedraft(
+        "drafts", "export", files / "nowhere", files / "x", "--model", model_folder, "--state", files / "s"
+    )
+    assert missing.returncode == 1
+
+
 def test_other_settings_in_the_same_folder_are_refused(model_folder, files):
     distill(files, model_folder, "--method", "distillspec", "--epochs", 1)
     run = ("distill", "--recipe", files / "recipe.toml", "--prompts", files / "prompts.jsonl", "--target", model_folder)

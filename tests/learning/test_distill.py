@@ -23,7 +23,7 @@ from livedraft.learning.distill import (
     trainer_at_rate,
 )
 from livedraft.learning.selection import Selection
-from livedraft.learning.teacher import FullTeacher, Writer, judged
+from livedraft.learning.teacher import FullTeacher, Writer
 from livedraft.records import SamplingParams, UserError
 from tests.learning.toy import MODEL, one_layer_draft, served_traces, trainer
 from tests.tiny import decoder, request, serve
@@ -154,13 +154,6 @@ def test_the_rate_follows_the_fraction_kept():
 # --- the target as a teacher ------------------------------------------------------------------------------------------
 
 
-def test_a_judged_text_has_the_verdicts_that_serving_gives():
-    for trace in served_traces(3):
-        ours = judged(decoder(MODEL), trace.prompt_token_ids, trace.output_token_ids, trace.sampling, "x")
-        assert np.array_equal(ours.teacher_token_ids_TK, trace.teacher_token_ids_TK)
-        np.testing.assert_allclose(ours.teacher_log_probs_TK, trace.teacher_log_probs_TK, atol=2e-3)
-
-
 def test_the_full_teacher_knows_every_token(examples):
     """The toy vocabulary has 64 tokens, so that a trace's top 64 are all of them: the same numbers in another order."""
     made = trainer(draft=one_layer_draft(40))
@@ -171,7 +164,7 @@ def test_the_full_teacher_knows_every_token(examples):
         full = teacher.in_full(batch, some, made.target_to_draft_V, every_position=every_position)
         assert full.teacher_rows_NK.shape == batch.teacher_rows_NK.shape
         gathered = full.teacher_log_probs_NK.gather(1, batch.teacher_token_ids_NK)
-        torch.testing.assert_close(gathered, batch.teacher_log_probs_NK, atol=5e-3, rtol=0)
+        torch.testing.assert_close(gathered, batch.teacher_log_probs_NK, atol=5e-3, rtol=1e-3)  # float16
         assert torch.equal(full.teacher_rows_NK.gather(1, batch.teacher_token_ids_NK), batch.teacher_rows_NK)
     top, all_ = trainer(loss="forward_kl"), trainer(loss="forward_kl")
     all_.teacher = teacher
