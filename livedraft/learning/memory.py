@@ -66,6 +66,9 @@ class Memory:
         self.newest_trained_id = 0
         self.num_trained = 0
         self._num_after_drift = DRIFT_TRACES
+        self.drift_id = 0
+        """The first trace of the traffic that is now; held-out requests before it are no evidence any more."""
+        self.num_trained_at_drift = 0
 
     def has_trained_id(self, trace_id: int) -> bool:
         """Also of traces too old to be remembered one by one."""
@@ -102,9 +105,8 @@ class Memory:
         new = self._next_chunk(size)
         for example in new:
             self.vocabulary.add(example)
-        is_drifting = self._num_after_drift < DRIFT_TRACES
+        per_new = min(1, self._config.replay_per_new) if self.is_drifting else self._config.replay_per_new
         self._num_after_drift += len(new)
-        per_new = min(1, self._config.replay_per_new) if is_drifting else self._config.replay_per_new
         return new, self.replayed(per_new * len(new), beside=new)
 
     def _next_chunk(self, size: int) -> list[Example]:
@@ -180,14 +182,22 @@ class Memory:
         while len(self.examples) > MAX_KEPT_EXAMPLES:
             self.examples.popitem(last=False)
 
-    def prefer_new(self) -> None:
-        """The traffic has changed: for a while fewer old requests are mixed in."""
+    def prefer_new(self, since_id: int) -> None:
+        """The traffic has changed, from that trace on: for a while fewer old requests are mixed in, and what a draft is worth
+        on the old traffic is no longer asked."""
         self._num_after_drift = 0
+        self.drift_id, self.num_trained_at_drift = since_id, self.num_trained
+
+    @property
+    def is_drifting(self) -> bool:
+        return self._num_after_drift < DRIFT_TRACES
 
     def evidence(self, last_trained_id: int) -> list[Example]:
-        """What weights trained up to that trace have not seen: held-out requests, and all that came later."""
+        """What weights trained up to that trace have not seen, of the traffic that is now: held-out requests, and all that came
+        later."""
+        held_out = [example for example in self.held_out.values() if example.trace_id >= self.drift_id]
         newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
-        return _without_crowd([*self.held_out.values(), *newer])[-MAX_EVIDENCE:]
+        return _without_crowd([*held_out, *newer])[-MAX_EVIDENCE:]
 
     def forget_all_but(self, trace_ids: Collection[int]) -> None:
         for kept in (self.examples, self.held_out):
@@ -209,6 +219,8 @@ class Memory:
             "trained_ids": sorted(self.trained_ids)[-4 * MAX_KEPT_EXAMPLES :],
             "newest_trained_id": self.newest_trained_id,
             "num_trained": self.num_trained,
+            "drift_id": self.drift_id,
+            "num_trained_at_drift": self.num_trained_at_drift,
             "vocabulary": self.vocabulary.used(),
         }
 
@@ -217,4 +229,5 @@ class Memory:
         self.copies = Counter(dict(counters["copies"]))
         self.trained_ids = set(counters["trained_ids"])
         self.newest_trained_id, self.num_trained = counters["newest_trained_id"], counters["num_trained"]
+        self.drift_id, self.num_trained_at_drift = counters["drift_id"], counters["num_trained_at_drift"]
         self.vocabulary.restore(counters["vocabulary"])

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ class Worker:
         self.num_bad_steps = 0
         self.last_problem = ""
         self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
+        self.recent_ids: deque[int] = deque(maxlen=DRIFT_SHORT)
         self.num_drifts = 0
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
@@ -183,8 +184,10 @@ class Worker:
 
     @property
     def num_needed(self) -> int:
-        """Requests to train on before the next candidate: more as learning slows, doubled by each roll-back in a row."""
-        usual = max(self.config.traces_per_candidate, self.memory.num_trained // 4)
+        """Requests to train on before the next candidate: more as learning slows, from the last change of traffic on; doubled
+        by each roll-back in a row."""
+        num_trained = self.memory.num_trained - self.memory.num_trained_at_drift
+        usual = max(self.config.traces_per_candidate, num_trained // 4)
         return usual * 2 ** min(self.num_rolled_back, MAX_COOLDOWN_DOUBLINGS)
 
     def _heed_controls(self) -> None:
@@ -295,21 +298,27 @@ class Worker:
             self.num_served += row.draft_version == self.in_service.id
         if self.num_served >= REQUESTS_TO_CLOSE:
             self.num_rolled_back = 0
-        self._watch_for_drift([found[trace_id][0] for trace_id in sorted(found)])
+        self._watch_for_drift({trace_id: found[trace_id][0] for trace_id in sorted(found)})
         return True
 
-    def _watch_for_drift(self, alphas: Sequence[float]) -> None:
-        """The traffic changed when the served draft is suddenly worse: then learn at the full rate, from what is new."""
-        self.recent_alphas.extend(alphas)
+    def _watch_for_drift(self, alpha_by_trace: Mapping[int, float]) -> None:
+        """The traffic changed when the served draft is suddenly worse: then learn at the full rate, from what is new, offer a
+        candidate soon, and ask the gate about the new traffic alone."""
+        self.recent_alphas.extend(alpha_by_trace.values())
+        self.recent_ids.extend(alpha_by_trace)
         if len(self.recent_alphas) < DRIFT_SHORT + DRIFT_LONG // 2:
             return
         recent = list(self.recent_alphas)
         before, now = recent[:-DRIFT_SHORT], recent[-DRIFT_SHORT:]
         if _mean(now) < DRIFT_RATIO * _mean(before):
             self.trainer.restart_schedule()
+            self.memory.prefer_new(since_id=self.recent_ids[-DRIFT_SHORT])
             self.recent_alphas.clear()
             self.num_drifts += 1
-            self.memory.prefer_new()
+            self.num_since_candidate = self.num_tests_since_promotion = 0
+            if self.candidate is not None:
+                self.registry.reject_candidates(self.route)
+                self.candidate = None
             self._emit("drift", alpha=_mean(now), before=_mean(before))
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -326,6 +335,8 @@ class Worker:
         self._step(batch)
         self.memory.mark_trained(new)
         self.num_since_candidate += len(new)
+        if self.memory.is_drifting:
+            self._change_vocabulary()  # the new traffic's words, before a candidate needs them
         if self.rate_trial is not None and self.rate_trial.is_over:
             self._end_rate_trial()
 

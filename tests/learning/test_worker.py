@@ -335,17 +335,63 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     for _ in range(4):
         made._train(*made.memory.next_batch())
     assert batches[-1] == 16  # four new and three replayed for each
-    made._watch_for_drift([0.5] * 80)
+    made.num_since_candidate, made.num_tests_since_promotion = 5, 3
+    assert made.num_needed == 12
+    made.memory.num_trained = 400
+    assert made.num_needed == 100
+    watch(made, 80, 0.5, first_id=1000)
     assert made.num_drifts == 0
-    made._watch_for_drift([0.45] * 16)
+    watch(made, 16, 0.45, first_id=1100)
     assert made.num_drifts == 0
-    made._watch_for_drift([0.2] * 16)
+    watch(made, 16, 0.2, first_id=1200)
     assert made.num_drifts == 1
+    # The gate is asked anew, about the new traffic, and soon.
+    assert made.memory.drift_id == 1200
+    assert (made.num_since_candidate, made.num_tests_since_promotion, made.num_needed) == (0, 0, 12)
     assert made.trainer.schedule_step == 0
     made._train(*made.memory.next_batch())
     assert batches[-1] == 8  # one replayed for each
-    made._watch_for_drift([0.2] * 20)
+    watch(made, 20, 0.2, first_id=1300)
     assert made.num_drifts == 1
+
+
+def watch(made, count, alpha, *, first_id):
+    made._watch_for_drift({first_id + n: alpha for n in range(count)})
+
+
+def test_after_a_drift_evidence_is_of_the_new_traffic_alone(state):
+    made = worker(state)
+    serve_into(state, 30)
+    made._read_new_traces()
+    while made._score_new():
+        pass
+    examples = made.memory.fresh
+    made.memory.held_out = {one.trace_id: one for one in examples[:20]}
+    made.memory.fresh = []
+    assert len(made.memory.evidence(10_000)) == 20
+    made.memory.prefer_new(since_id=examples[14].trace_id)
+    assert [one.trace_id for one in made.memory.evidence(10_000)] == [one.trace_id for one in examples[14:20]]
+    kept = made.memory.counters()
+    other = worker(state).memory
+    other.restore(kept)
+    assert other.drift_id == examples[14].trace_id
+    assert other.num_trained_at_drift == made.memory.num_trained
+
+
+def test_a_candidate_of_the_old_traffic_is_dropped(state):
+    made = worker(state)
+    serve_into(state, 30)
+    made._read_new_traces()
+    while made._score_new():
+        pass
+    made.recent_alphas.clear()
+    made._train(*made.memory.next_batch())
+    made._freeze_candidate()
+    version = made.candidate.id
+    watch(made, 80, 0.5, first_id=1000)
+    watch(made, 16, 0.1, first_id=1100)
+    assert made.candidate is None
+    assert made.registry.version(version)["status"] == "rejected"
 
 
 # --- the canary, the breaker ----------------------------------------------------------------------------------------
