@@ -57,6 +57,7 @@ _SENTENCES = {
     "{next_candidate_after} requests.",
     "training_problem": "Training met a problem: {reason}",
     "rate_chosen": "The learning rate {rate:g} suits this traffic best.",
+    "earlier_draft_again": "Earlier traffic is back: the draft that served it is tried again as {version}: {reason}.",
     "drift": "The traffic changed: acceptance fell from {before:.2f} to {alpha:.2f}; training prefers what is new.",
     "trainer_died": "The training process died (exit code {exit_code}); serving goes on. {last_words}",
     "swap_failed": "The registry could not be read: {reason}",

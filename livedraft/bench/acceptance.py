@@ -77,7 +77,7 @@ def run(
     rows = [(row.topic or Path(source).stem, row) for source in prompts for row in read_rows(source, limit)]
     with LLM(
         model, draft=draft, state=state, dtype=dtype, num_threads=threads, engine=EngineConfig(max_num_seqs=8),
-        speculation=SpeculationConfig(num_speculative_tokens=k),
+        speculation=SpeculationConfig(num_speculative_tokens=k, suffix_decoding=False),
     ) as llm:  # fmt: skip
         if llm.engine.draft is None:
             raise UserError("There is no draft to measure; name one with --draft.")

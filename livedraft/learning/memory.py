@@ -199,6 +199,11 @@ class Memory:
         newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
         return _without_crowd([*held_out, *newer])[-MAX_EVIDENCE:]
 
+    def since_drift(self) -> list[Example]:
+        """All that is remembered of the traffic that is now, trained on or not."""
+        kept = (*self.held_out.values(), *self.examples.values(), *self.fresh)
+        return _without_crowd([example for example in kept if example.trace_id >= self.drift_id])[-MAX_EVIDENCE:]
+
     def forget_all_but(self, trace_ids: Collection[int]) -> None:
         for kept in (self.examples, self.held_out):
             for trace_id in [trace_id for trace_id in kept if trace_id not in trace_ids]:

@@ -54,6 +54,8 @@ BUSY_PAUSE_SECONDS = {"gentle": 10.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
 LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
 """While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
+MAX_EARLIER = 3
+"""Drafts of earlier traffic that are tried again when the traffic changes."""
 DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
 """Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""
 CHECKPOINT_SECONDS = 60.0
@@ -99,6 +101,10 @@ class Worker:
         self.num_bad_steps = 0
         self.last_problem = ""
         self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
+        self.earlier: list[DraftWeights] = []
+        """What served each earlier traffic when it changed, the latest last; gone when this process ends."""
+        self._untried: list[DraftWeights] = []
+        """Of them, those to be tested on the traffic that is now."""
         self.recent_ids: deque[int] = deque(maxlen=DRIFT_SHORT)
         self.num_drifts = 0
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
@@ -159,6 +165,7 @@ class Worker:
         self._follow_service()
         self._read_new_traces()
         has_scored = self._score_new()
+        self._try_earlier()
         if self._test_candidate():
             return True
         self._checkpoint_now_and_then()
@@ -319,7 +326,37 @@ class Worker:
             if self.candidate is not None:
                 self.registry.reject_candidates(self.route)
                 self.candidate = None
+            served = self._draft(self.in_service.id)
+            self._untried = list(self.earlier)
+            self.earlier = [*self.earlier, *([served] if served else [])][-MAX_EARLIER:]
             self._emit("drift", alpha=_mean(now), before=_mean(before))
+
+    def _try_earlier(self) -> None:
+        """Traffic that is new may be old traffic come back: what served each earlier one at its end is tested on what has come
+        since the change, and the best that passes the gate is a canary at once; training goes on from it."""
+        evidence = self.memory.since_drift() if self._untried else []
+        if not self._is_enough(evidence) or self.canary is not None:
+            return
+        parent = [score.alpha_served for score in self._scores(self.in_service.id, evidence)]
+        num_positions = sum(example.num_positions for example in evidence)
+        best: tuple[gate.GateDecision, DraftWeights] | None = None
+        for number, weights in enumerate(self._untried, start=1):
+            scores = [score.alpha_served for score in self.trainer.score(evidence, weights, self._between)]
+            decision = gate.decide(
+                scores, parent, num_positions=num_positions, test_number=number, seed=self.config.seed
+            )
+            if decision.promote and (best is None or decision.candidate_alpha > best[0].candidate_alpha):
+                best = decision, weights
+        self._untried = []
+        if best is not None:
+            if self.candidate is not None:
+                self.registry.reject_candidates(self.route)
+                self.candidate = None
+            version = self._publish(best[1])
+            self.trainer.restart_from(best[1])
+            self.registry.start_canary(version.id, best[0].as_fields())
+            self.canary = version
+            self._emit("earlier_draft_again", version=version.id, **best[0].as_fields())
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -392,7 +429,15 @@ class Worker:
     # --- candidates and the gate ------------------------------------------------------------------------------------
 
     def _freeze_candidate(self) -> None:
-        weights = self.trainer.snapshot()
+        version = self._publish(self.trainer.snapshot())
+        self._end_rate_trial()  # an operator did not want to wait for it
+        self.candidate = version
+        self.is_asked = False
+        self.num_since_candidate = 0
+        self._change_vocabulary()
+
+    def _publish(self, weights: DraftWeights) -> DraftVersion:
+        """A version on disk that nothing is decided about."""
         self.num_candidates += 1
         version = DraftVersion(
             id=new_version_id(self.num_candidates),
@@ -408,12 +453,8 @@ class Worker:
             last_trace_id=self.memory.newest_trained_id,
         )
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
-        self._end_rate_trial()  # an operator did not want to wait for it
         self._keep(version.id, weights)
-        self.candidate = version
-        self.is_asked = False
-        self.num_since_candidate = 0
-        self._change_vocabulary()
+        return version
 
     @staticmethod
     def _is_enough(evidence: list[Example]) -> bool:

@@ -72,7 +72,7 @@ def admin_routes(state: Callable[[], Path | None]) -> APIRouter:
 
     @router.get("/events")
     async def events(
-        after_id: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+        after_id: Annotated[int, Query(ge=0, lt=2**63)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
     ) -> dict[str, Any]:
         return {"events": await run(operations.list_events, after_id=after_id, limit=limit)}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from livedraft.bench import distill as study
+from livedraft.learning.distill import read_metrics
 from livedraft.settings import load_recipe
 from tests.e2e.in_process import livedraft
 
@@ -45,10 +46,7 @@ def test_the_study_compares_at_equal_work(model_folder, traces, tmp_path, monkey
     assert json.loads(livedraft(*run, "--json").stdout) == figures
     assert "random 0.4" in livedraft(*run).stdout
     # DistillSpec trained on until its work is that of an AdaSPEC run and its reference, to within an epoch.
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / "study" / f"seed-0-{name}" / "metrics.jsonl").open()]
-        for name in ("distillspec", "top-0.4")
-    }
+    rows = {name: read_metrics(tmp_path / "study" / f"seed-0-{name}") for name in ("distillspec", "top-0.4")}
     steps = len(rows["distillspec"]) // 6 * 2
     work = rows["distillspec"][steps - 1]["flops"] + rows["top-0.4"][steps - 1]["flops"]
     assert rows["distillspec"][-1]["flops"] > work

@@ -55,7 +55,7 @@ def test_chat_whole_and_streamed(client):
     text, finish, chunks = streamed(chat(client, stream=True, stream_options={"include_usage": True}))
     assert (text, finish) == (whole.choices[0].message.content, ["length"])
     assert chunks[-1].usage.completion_tokens == 24
-    assert len(chunks) > 10
+    assert len(chunks) > 3  # the answer was said before: suffixes make few, long pieces of it
 
 
 def test_completion_whole_and_streamed(client):

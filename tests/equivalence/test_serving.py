@@ -7,7 +7,6 @@ tokens, in whatever batch, streamed or whole. Reference: the same server, plainl
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import random
 
@@ -20,7 +19,6 @@ from livedraft.llm import LLM
 from livedraft.models.load import load_model
 from livedraft.server.local import serve_llm
 from livedraft.settings import Settings
-from livedraft.speculation.stats import SpeculationStats
 from tests.equivalence.covering import covering_array, pairs_of
 from tests.hf_folder import TEXT_CONFIG, write_text_model
 from tests.serving import InProcess
@@ -236,16 +234,11 @@ def test_a_request_is_the_same_alone_and_among_eight_of_every_kind(bench, option
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_the_proposers_above_are_neither_always_right_nor_always_wrong(bench, proposer):
     """Guards the tests above: equality would be cheap without proposals, and without rejections."""
-    options = (
-        {"temperature": 1.0, "seed": 77} if proposer.startswith("suffix") else {}
-    )  # greedy texts were all said before
-    before = dataclasses.replace(
-        bench.llm.engine.stats_by_version.get(("default", proposer.split(" and ")[0]), SpeculationStats())
-    )
+    # Greedy texts were all said before, so suffixes of them would always be right.
+    options = {"temperature": 1.0, "seed": 77} if proposer.startswith("suffix") else {}
     bench.check(options, proposer, 5, 8, False)
     stats = bench.llm.engine.stats_by_version["default", proposer.split(" and ")[0]]
-    num_drafted = stats.num_draft_tokens - before.num_draft_tokens
-    assert 0.02 < (stats.num_accepted_tokens - before.num_accepted_tokens) / num_drafted < 0.98
+    assert 0.02 < stats.acceptance_rate < 0.98
 
 
 def test_reference_answers_end_in_every_way(bench):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from livedraft.config import LearningConfig
-from livedraft.learning import trainer as trainer_room
 from livedraft.learning.batches import Example, collate
 from livedraft.learning.losses import compare, forward_kl
-from livedraft.learning.selection import MIN_ALPHA, REFERENCE_AGE, Reference, keep_largest
+from livedraft.learning.selection import CONTROL_SHARE, MIN_ALPHA, REFERENCE_AGE, Reference, Selection, keep_largest
 from livedraft.records import SamplingParams
 from tests.learning.toy import one_layer_draft, trainer
 
@@ -49,11 +48,11 @@ def test_a_step_takes_the_mean_over_the_positions_its_reference_selects():
     for tensor in reference.tensors.values():
         tensor += 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
     one = example(3)
-    made = trainer(loss="forward_kl", select_fraction=0.4)
-    report = made.step([one], reference=reference)
+    made = trainer(loss="forward_kl")
+    report = made.step([one], selection=Selection(reference=reference, fraction=0.4))
     assert report.num_selected == 3  # ceil of 40 % of six
 
-    twin = trainer(loss="forward_kl", select_fraction=0.4)
+    twin = trainer(loss="forward_kl")
     batch = collate([one], twin.target_to_draft_V)
 
     def kl(weights):
@@ -74,9 +73,10 @@ def test_a_step_takes_the_mean_over_the_positions_its_reference_selects():
 
 
 def test_the_control_group_keeps_all_its_positions():
-    made = trainer(loss="forward_kl", select_fraction=0.2)
-    assert made.step([example(20)], reference=one_layer_draft()).num_selected == 6
-    assert made.step([example(21)], reference=one_layer_draft()).num_selected == 2
+    made = trainer(loss="forward_kl")
+    selection = Selection(reference=one_layer_draft(), fraction=0.2, control_share=CONTROL_SHARE)
+    assert made.step([example(20)], selection=selection).num_selected == 6
+    assert made.step([example(21)], selection=selection).num_selected == 2
 
 
 def test_the_reference_is_an_older_self_taken_once_the_draft_has_learnt_something():
@@ -89,15 +89,16 @@ def test_the_reference_is_an_older_self_taken_once_the_draft_has_learnt_somethin
         made.averaged["head"] += 1.0
     assert on.at(120 + REFERENCE_AGE - 1, 0.5, made) is None
     found = on.at(120 + REFERENCE_AGE, 0.5, made)
-    assert torch.equal(found.tensors["head"], taken.tensors["head"])
-    assert torch.equal(on.at(130 + REFERENCE_AGE, 0.1, made).tensors["head"], taken.tensors["head"])
+    assert (found.fraction, found.keep, found.control_share) == (0.4, "top", CONTROL_SHARE)
+    assert torch.equal(found.reference.tensors["head"], taken.tensors["head"])
+    assert torch.equal(on.at(130 + REFERENCE_AGE, 0.1, made).reference.tensors["head"], taken.tensors["head"])
     later = on.at(120 + 2 * REFERENCE_AGE, 0.5, made)
-    assert torch.equal(later.tensors["head"], made.averaged["head"])
+    assert torch.equal(later.reference.tensors["head"], made.averaged["head"])
     off = Reference(LearningConfig())
     assert off.at(10_000, 1.0, made) is None
 
 
-def test_top_beats_bottom_where_half_of_the_tokens_cannot_be_learnt(monkeypatch):
+def test_top_beats_bottom_where_half_of_the_tokens_cannot_be_learnt():
     """Even positions follow a rule of the token before; odd ones are noise that changes with every copy. What is selected
     decides whether the steps go to what can be learnt."""
     generator = np.random.default_rng(0)
@@ -118,20 +119,16 @@ def test_top_beats_bottom_where_half_of_the_tokens_cannot_be_learnt(monkeypatch)
 
     train, test = [sentence(n) for n in range(240)], [sentence(1000 + n) for n in range(20)]
 
-    def distilled(reference, num_epochs, choose=keep_largest):
-        monkeypatch.setattr(trainer_room, "keep_largest", choose)
-        made = trainer(loss="forward_kl", select_fraction=0.4, learning_rate=1e-2, averaging=0.0, decay_from_step=0)
+    def distilled(reference, num_epochs, keep="top"):
+        selection = None if reference is None else Selection(reference=reference, fraction=0.4, keep=keep)
+        made = trainer(loss="forward_kl", learning_rate=1e-2, averaging=0.0, decay_from_step=0)
         for start in [*range(0, 240, 8)] * num_epochs:
-            made.step(train[start : start + 8], reference=reference)
+            made.step(train[start : start + 8], selection=selection)
         return made
-
-    def smallest(gain_N, fraction):
-        return keep_largest(torch.where(gain_N > -torch.inf, -gain_N, -torch.inf), fraction)
 
     reference = distilled(None, 2).snapshot()
     top, bottom = (
-        np.mean([score.alpha_t0 for score in distilled(reference, 1, choose).score(test)])
-        for choose in (keep_largest, smallest)
+        np.mean([score.alpha_t0 for score in distilled(reference, 1, keep).score(test)]) for keep in ("top", "bottom")
     )
     assert top > bottom + 0.05, (top, bottom)
 

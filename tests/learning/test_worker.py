@@ -9,14 +9,14 @@ import torch
 from livedraft.config import OSD_SETTINGS, LearningConfig
 from livedraft.drafts.database import read_events, read_status, set_control
 from livedraft.drafts.registry import Registry, new_version_id
-from livedraft.drafts.weights import save_draft
+from livedraft.drafts.weights import draft_from_target, save_draft
 from livedraft.events import described
 from livedraft.learning import gate
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.capture import conversation_key
-from livedraft.learning.store import TraceStore, is_held_out
+from livedraft.learning.store import TraceStore
 from livedraft.learning.worker import Worker
-from livedraft.records import DraftVersion, UserError
+from livedraft.records import DraftVersion, UserError, is_held_out
 from tests.hf_folder import write_hf_folder
 from tests.learning.toy import MODEL, one_layer_draft, served_traces
 
@@ -376,6 +376,36 @@ def test_after_a_drift_evidence_is_of_the_new_traffic_alone(state):
     other.restore(kept)
     assert other.drift_id == examples[14].trace_id
     assert other.num_trained_at_drift == made.memory.num_trained
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_better):
+    made = worker(state)
+    serve_into(state, 40)
+    made._read_new_traces()
+    while made._score_new():
+        pass
+    made.recent_alphas.clear()
+    ids = sorted(one.trace_id for one in (*made.memory.fresh, *made.memory.held_out.values()))
+    served = made._draft(made.in_service.id)
+    target = draft_from_target(MODEL, num_layers=MODEL.config.num_layers, token_ids=list(range(64)))
+    useless = dataclasses.replace(served, tensors={n: 0.0 * t for n, t in served.tensors.items()})
+    made.earlier = [useless, target if is_better else useless]
+    watch(made, 80, 0.9, first_id=ids[0] - 1000)
+    watch(made, 16, 0.1, first_id=ids[-16])
+    made._try_earlier()  # 16 short answers are not enough evidence
+    assert made.canary is None
+    made.memory.drift_id = ids[-24]
+    made._try_earlier()
+    assert made.num_drifts == 1
+    assert made.earlier[-1] is served  # what serves now is remembered for next time
+    assert len(made.earlier) == 3
+    assert (made.canary is not None) == is_better
+    if is_better:
+        row = made.registry.version(made.canary.id)
+        assert row["status"] == "canary"
+        assert row["decision"]["num_requests"] == 24
+        assert torch.equal(made.trainer.parameters["head"], target.tensors["head"])
 
 
 def test_a_candidate_of_the_old_traffic_is_dropped(state):
