@@ -2,7 +2,7 @@
 traffic, proposes what followed there. One-hot (lossless rule 4), free of any model, at work from the first request.
 
 `History` is a bounded memory of texts with a match finder in the manner of LZ77: each position links to the one before it with
-the same last MIN_MATCH tokens, so a search looks at a few candidates and no tree is kept. `Traffic` is one shared by all
+the same last few tokens, so a search looks at a few candidates and no tree is kept. `Traffic` is one shared by all
 requests, `SuffixMatcher` one request's own and what it finds. `MatchStatistics` says how often a match of some length is right;
 it learns from every committed token, proposed or not, because a guess can be compared with what was said without proposing it.
 """
@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 VERSION = "suffix"
-MIN_MATCH = 3
-"""Tokens that must agree."""
+OWN_MIN_MATCH, TRAFFIC_MIN_MATCH = 1, 3
+"""Tokens that must agree: within its own text one is enough to be worth a look (docs/experiments.md)."""
 _LONGEST_MATCH = 64
-_CANDIDATES = 12
+_CANDIDATES = 24
 """Newest occurrences looked at; long matches of old ones are rarer than they are dear."""
 _BREAK = -1
 """Stands between two texts: equal to no token."""
 _NOWHERE = -1
 _TABLE_BITS = 20
-_LENGTH_BINS = (3, 4, 5, 6, 8, 11, 16, 24, 40)
-_PRIOR = (0.35, 0.42, 0.48, 0.54, 0.62, 0.7, 0.78, 0.84, 0.9)
+_LENGTH_BINS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 40)
+_PRIOR = (0.1, 0.25, 0.35, 0.42, 0.48, 0.54, 0.62, 0.7, 0.78, 0.84, 0.9)
 _PRIOR_WEIGHT = 12.0
 _MEMORY = 600.0
 """Observations after which old ones have faded."""
@@ -42,10 +42,10 @@ class Match:
 
 
 class History:
-    """The last `capacity` tokens of texts put in one after the other."""
+    """The last `capacity` tokens of texts put in one after the other. Matches have at least `min_match` tokens."""
 
-    def __init__(self, capacity: int, *, table_bits: int = _TABLE_BITS) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, *, min_match: int = TRAFFIC_MIN_MATCH, table_bits: int = _TABLE_BITS) -> None:
+        self._capacity, self._min_match = capacity, min_match
         self._mask = (1 << table_bits) - 1
         self._tokens = array("i", [_BREAK]) * capacity
         self._previous = array("q", [_NOWHERE]) * capacity
@@ -63,7 +63,7 @@ class History:
         for token in token_ids:
             self._tokens[self.end % self._capacity] = token
             self.end += 1
-            slot = self._slot(self.last(MIN_MATCH))
+            slot = self._slot(self.last(self._min_match))
             if slot is not None:
                 # The link of a position says where the text before it occurred last.
                 self._previous[(self.end - 1) % self._capacity] = self._heads[slot]
@@ -86,19 +86,19 @@ class History:
         return self._tokens[first:].tolist() + self._tokens[:last].tolist()
 
     def _slot(self, tokens: Sequence[int]) -> int | None:
-        if len(tokens) < MIN_MATCH or _BREAK in tokens:
+        if len(tokens) < self._min_match or _BREAK in tokens:
             return None
         return hash(tuple(tokens)) & self._mask
 
     def find(self, context: Sequence[int], is_allowed: Callable[[int], bool] = lambda end: True) -> tuple[int, int]:
         """(tokens that agree, position behind them) of the longest match of the context's end that something follows; the
         newest of equals; (0, 0) without one. `is_allowed` is asked about positions."""
-        best_length, best_end = MIN_MATCH - 1, _NOWHERE
-        slot = self._slot(context[-MIN_MATCH:])
+        best_length, best_end = self._min_match - 1, _NOWHERE
+        slot = self._slot(context[-self._min_match :])
         position = _NOWHERE if slot is None else self._heads[slot]
         for _ in range(_CANDIDATES):
             # A link may lead to what has been overwritten since, or back into a later text: older is always smaller.
-            if position == _NOWHERE or position - MIN_MATCH < self.start:
+            if position == _NOWHERE or position - self._min_match < self.start:
                 break
             if position < self.end and is_allowed(position):
                 length = self._agreement(context, position)
@@ -241,11 +241,11 @@ class SuffixMatcher:
 
     def start(self, token_ids: Sequence[int], max_tokens: int) -> None:
         """With the prompt. Its text can grow by `max_tokens`."""
-        self.history = History(len(token_ids) + max_tokens + 1, table_bits=12)
+        self.history = History(len(token_ids) + max_tokens + 1, min_match=OWN_MIN_MATCH, table_bits=12)
         self.history.extend(token_ids)
 
     def find(self) -> Match | None:
-        """The longer one of both; the request's own of equals."""
+        """The likelier one of both to go on rightly; the request's own of equals."""
         if not self._is_current:
             context = self.history.last(_LONGEST_MATCH)
             length, end = self.history.find(context)
@@ -255,7 +255,8 @@ class SuffixMatcher:
                 else None
             )
             shared = self.traffic.find(context, self.client_key, self.longest)
-            self.match = shared if shared and (own is None or shared.length > own.length) else own
+            found = [match for match in (own, shared) if match is not None]
+            self.match = max(found, key=lambda match: self.statistics.acceptance(match, 0), default=None)
             self._is_current = True
         return self.match
 

@@ -31,7 +31,6 @@ def test_what_was_said_once_is_proposed_the_second_time():
     passes = served.stats.num_target_passes
     assert serve(served, [request(PROMPT, 1)]) == first
     assert served.stats.num_target_passes - passes < 10 < passes
-    assert served.stats_by_version["default", "suffix"].acceptance_rate > 0.9
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_texts_of_an_earlier_process_are_taken_over():
     serve(earlier, [request(PROMPT, 0)])
     served.offer_texts("default", earlier.traffic["default"])
     serve(served, [request(PROMPT, 0)])
-    assert served.stats_by_version["default", "suffix"].acceptance_rate > 0.9
+    assert served.stats.num_target_passes < earlier.stats.num_target_passes / 2
 
 
 def test_own_text_alone_where_no_traffic_is_kept():
@@ -98,21 +97,20 @@ def test_isolation_keeps_texts_and_prefixes_of_clients_apart(isolation):
     served = engine(target, None, suffixes=True, k=None, config=config)
 
     def reused(number, key):
-        before = drafted(served)
         state = served.add_request(client(number, key, prompt))
         while served.has_work:
             served.step()
-        return state.num_cached_tokens, drafted(served) - before
+        return state.num_cached_tokens, state.stats.num_target_passes
 
-    reused(0, "alice")
+    _, alone = reused(0, "alice")
     is_shared = isolation == "shared"
     for number, key in ((1, "bob"), (2, "")):
-        cached, num_drafted = reused(number, key)
+        cached, passes = reused(number, key)
         assert (cached > 0) == is_shared
-        assert (num_drafted > 0) == is_shared or num_drafted < 12  # its own text may repeat itself
-    cached, num_drafted = reused(3, "alice")
+        assert (passes < alone / 2) == is_shared  # its own text helps either way
+    cached, passes = reused(3, "alice")
     assert cached > 0
-    assert num_drafted >= 12
+    assert passes < alone / 2
     cached, _ = reused(4, "")
     assert (cached > 0) == is_shared  # nobody in particular leaves nothing
 

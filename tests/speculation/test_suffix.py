@@ -4,36 +4,37 @@ import random
 
 import pytest
 
-from livedraft.speculation.suffix import MIN_MATCH, History, Match, MatchStatistics, SuffixMatcher, Traffic
+from livedraft.speculation.suffix import History, Match, MatchStatistics, SuffixMatcher, Traffic
 
 
-def longest_by_hand(texts, context):
+def longest_by_hand(texts, context, min_match):
     """Over whole texts: the longest match of the context's end that something follows, and all that follow a match as long."""
-    best, following = MIN_MATCH - 1, set()
+    best, following = min_match - 1, set()
     for text in texts:
-        for end in range(MIN_MATCH, len(text)):
+        for end in range(min_match, len(text)):
             length = 0
             while length < min(end, len(context), 64) and text[end - 1 - length] == context[-1 - length]:
                 length += 1
             if length > best:
                 best, following = length, set()
-            if length == best and length >= MIN_MATCH:
+            if length == best and length >= min_match:
                 following.add((text[end], len(text) - end))
     return (best, following) if following else (0, set())
 
 
+@pytest.mark.parametrize("min_match", [1, 2, 3])
 @pytest.mark.parametrize("vocabulary", [3, 6, 20])
-def test_the_longest_match_is_found(vocabulary, monkeypatch):
+def test_the_longest_match_is_found(vocabulary, min_match, monkeypatch):
     monkeypatch.setattr("livedraft.speculation.suffix._CANDIDATES", 10_000)
     chance = random.Random(vocabulary)
-    history, texts = History(5_000, table_bits=7), []  # a small table: many tokens share a slot
+    history, texts = History(5_000, min_match=min_match, table_bits=7), []  # a small table: many tokens share a slot
     for _ in range(60):
         texts.append(chance.choices(range(vocabulary), k=chance.randrange(1, 40)))
         history.extend(texts[-1])
         history.break_off()
         context = chance.choices(range(vocabulary), k=chance.randrange(1, 30))
         length, end = history.find(context)
-        expected, following = longest_by_hand(texts, context)
+        expected, following = longest_by_hand(texts, context, min_match)
         assert length == expected
         if length:
             continuation = history.following(end, 1_000)
@@ -73,7 +74,7 @@ def test_a_search_looks_at_few_candidates():
         return True
 
     history.find(context, count)
-    assert calls <= 12
+    assert calls <= 24
 
 
 def matcher(traffic=None, prompt=(), client_key="", longest=8, statistics=None):
