@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +40,7 @@ from livedraft.drafts.registry import Registry, fsync_path, new_version_id
 from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.drift import DriftWatch
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import Memory
 from livedraft.learning.process import CHECKPOINT_NAME, EXIT_BAD_INPUT, open_yield_flag
@@ -56,8 +57,6 @@ LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
 """While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
 MAX_EARLIER = 3
 """Drafts of earlier traffic that are tried again when the traffic changes."""
-DRIFT_SHORT, DRIFT_LONG, DRIFT_RATIO = 16, 96, 0.75
-"""Drift: alpha of the last DRIFT_SHORT requests under DRIFT_RATIO of the DRIFT_LONG before them."""
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = 5.0
 """The status is written when it changes, and its figures at least this often."""
@@ -100,12 +99,11 @@ class Worker:
         """`learn now` was said and no candidate has been frozen since: turns that score or test must not lose it."""
         self.num_bad_steps = 0
         self.last_problem = ""
-        self.recent_alphas: deque[float] = deque(maxlen=DRIFT_SHORT + DRIFT_LONG)
+        self.drift = DriftWatch()
         self.earlier: list[DraftWeights] = []
         """What served each earlier traffic when it changed, the latest last; gone when this process ends."""
         self._untried: list[DraftWeights] = []
         """Of them, those to be tested on the traffic that is now."""
-        self.recent_ids: deque[int] = deque(maxlen=DRIFT_SHORT)
         self.num_drifts = 0
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
@@ -311,25 +309,20 @@ class Worker:
     def _watch_for_drift(self, alpha_by_trace: Mapping[int, float]) -> None:
         """The traffic changed when the served draft is suddenly worse: then learn at the full rate, from what is new, offer a
         candidate soon, and ask the gate about the new traffic alone."""
-        self.recent_alphas.extend(alpha_by_trace.values())
-        self.recent_ids.extend(alpha_by_trace)
-        if len(self.recent_alphas) < DRIFT_SHORT + DRIFT_LONG // 2:
+        drift = self.drift.see(alpha_by_trace)
+        if drift is None:
             return
-        recent = list(self.recent_alphas)
-        before, now = recent[:-DRIFT_SHORT], recent[-DRIFT_SHORT:]
-        if _mean(now) < DRIFT_RATIO * _mean(before):
-            self.trainer.restart_schedule()
-            self.memory.prefer_new(since_id=self.recent_ids[-DRIFT_SHORT])
-            self.recent_alphas.clear()
-            self.num_drifts += 1
-            self.num_since_candidate = self.num_tests_since_promotion = 0
-            if self.candidate is not None:
-                self.registry.reject_candidates(self.route)
-                self.candidate = None
-            served = self._draft(self.in_service.id)
-            self._untried = list(self.earlier)
-            self.earlier = [*self.earlier, *([served] if served else [])][-MAX_EARLIER:]
-            self._emit("drift", alpha=_mean(now), before=_mean(before))
+        self.trainer.restart_schedule()
+        self.memory.prefer_new(since_id=drift.since_id)
+        self.num_drifts += 1
+        self.num_since_candidate = self.num_tests_since_promotion = 0
+        if self.candidate is not None:
+            self.registry.reject_candidates(self.route)
+            self.candidate = None
+        served = self._draft(self.in_service.id)
+        self._untried = list(self.earlier)
+        self.earlier = [*self.earlier, *([served] if served else [])][-MAX_EARLIER:]
+        self._emit("drift", alpha=drift.alpha, before=drift.before)
 
     def _try_earlier(self) -> None:
         """Traffic that is new may be old traffic come back: what served each earlier one at its end is tested on what has come
@@ -399,8 +392,7 @@ class Worker:
         is_lively = time.monotonic() - self._busy_at < LIVELY_SECONDS
         most = self.config.micro_batch_tokens
         self.trainer.micro_batch_tokens = min(LIVELY_MICRO_BATCH, most) if is_lively else most
-        recent = list(self.recent_alphas)[-DRIFT_SHORT:]
-        reference = self.reference.at(self.memory.num_trained, _mean(recent), self.trainer)
+        reference = self.reference.at(self.memory.num_trained, _mean(self.drift.recent), self.trainer)
         try:
             with self._timed():
                 report = self.trainer.step(batch, self._between, reference)

@@ -326,7 +326,7 @@ def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
     made._read_new_traces()
     while made._score_new():
         pass
-    made.recent_alphas.clear()
+    made.drift.clear()
     batches, right = [], made.trainer.step
     made.trainer.step = lambda batch, between, reference: (
         batches.append(len(batch)),
@@ -385,7 +385,7 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
     made._read_new_traces()
     while made._score_new():
         pass
-    made.recent_alphas.clear()
+    made.drift.clear()
     ids = sorted(one.trace_id for one in (*made.memory.fresh, *made.memory.held_out.values()))
     served = made._draft(made.in_service.id)
     target = draft_from_target(MODEL, num_layers=MODEL.config.num_layers, token_ids=list(range(64)))
@@ -414,7 +414,7 @@ def test_a_candidate_of_the_old_traffic_is_dropped(state):
     made._read_new_traces()
     while made._score_new():
         pass
-    made.recent_alphas.clear()
+    made.drift.clear()
     made._train(*made.memory.next_batch())
     made._freeze_candidate()
     version = made.candidate.id
