@@ -332,24 +332,28 @@ class Worker:
             return
         parent = [score.alpha_served for score in self._scores(self.in_service.id, evidence)]
         num_positions = sum(example.num_positions for example in evidence)
-        best: tuple[gate.GateDecision, DraftWeights] | None = None
+        best: tuple[gate.GateDecision, float, DraftWeights] | None = None
         for number, weights in enumerate(self._untried, start=1):
-            scores = [score.alpha_served for score in self.trainer.score(evidence, weights, self._between)]
+            scores = self.trainer.score(evidence, weights, self._between)
             decision = gate.decide(
-                scores, parent, num_positions=num_positions, test_number=number, seed=self.config.seed
-            )
+                [score.alpha_served for score in scores], parent, num_positions=num_positions, test_number=number,
+                seed=self.config.seed,
+            )  # fmt: skip
             if decision.promote and (best is None or decision.candidate_alpha > best[0].candidate_alpha):
-                best = decision, weights
+                best = decision, _mean([score.alpha for score in scores]), weights
         self._untried = []
-        if best is not None:
-            if self.candidate is not None:
-                self.registry.reject_candidates(self.route)
-                self.candidate = None
-            version = self._publish(best[1])
-            self.trainer.restart_from(best[1])
-            self.registry.start_canary(version.id, best[0].as_fields())
-            self.canary = version
-            self._emit("earlier_draft_again", version=version.id, **best[0].as_fields())
+        if best is None:
+            return
+        decision, alpha, weights = best
+        if self.candidate is not None:
+            self.registry.reject_candidates(self.route)
+            self.candidate = None
+        version = self._publish(weights)
+        self.trainer.restart_from(weights)
+        fields = {**decision.as_fields(), "alpha": alpha}
+        self.registry.start_canary(version.id, fields)
+        self.canary = version
+        self._emit("earlier_draft_again", version=version.id, **fields)
 
     # --- training ---------------------------------------------------------------------------------------------------
 

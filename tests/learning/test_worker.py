@@ -405,6 +405,7 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
         row = made.registry.version(made.canary.id)
         assert row["status"] == "canary"
         assert row["decision"]["num_requests"] == 24
+        assert row["decision"]["alpha"] > 0.9  # the target itself
         assert torch.equal(made.trainer.parameters["head"], target.tensors["head"])
 
 
