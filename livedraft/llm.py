@@ -99,6 +99,8 @@ class LLM:
         self._speculation = speculation or SpeculationConfig()
         if draft == "none" and self._speculation.uses_draft:
             self._speculation = replace(self._speculation, method="none")
+        if self.learning.redact is not None:  # a text is not kept before the redactor has seen it
+            self._speculation = replace(self._speculation, suffix_traffic_tokens=0)
         self._learns = learn and self._speculation.uses_draft
         if learn and not self._learns:
             raise ValueError("learn needs a draft to train; leave out draft='none' and method='none' or 'suffix'.")
@@ -181,7 +183,8 @@ class LLM:
             text_stream=lambda stop: TextStream(self.tokenizer, stop),
         )
         self.engine.max_traffic_age_seconds = self.learning.max_trace_age_days * 86400
-        if self._learns and self.upkeep is not None and self._speculation.uses_suffixes:
+        remembers = self._speculation.uses_suffixes and self._speculation.suffix_traffic_tokens > 0
+        if self._learns and self.upkeep is not None and remembers:
             threading.Thread(target=self._remember_texts, name="livedraft-texts", daemon=True).start()
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
@@ -197,6 +200,9 @@ class LLM:
                 events=self.events,
                 after_look=self.upkeep.look,
             )
+        elif self.upkeep is not None:  # nothing is swapped, but an operator's deletions hold here too
+            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
+            self.upkeep.look_now_and_then()
         if self._learns and self.state is not None:
             self.trainer = TrainerProcess(
                 worker_command(
@@ -359,7 +365,7 @@ class LLM:
         assert self.upkeep is not None
         most = self._speculation.suffix_traffic_tokens
         try:
-            texts = self.upkeep.read_texts(self.engine.new_traffic(), most)
+            texts = self.upkeep.read_texts(ROUTE, self.engine.new_traffic(), most)
             if texts is not None:
                 self.engine.offer_texts(ROUTE, texts)
         except (UserError, sqlite3.Error) as error:
@@ -383,6 +389,7 @@ class LLM:
         if self.capture is not None:
             self.capture.close()
         if self.upkeep is not None:
+            self.upkeep.close()
             self.upkeep.keep_events()
         if self.trainer is not None:
             self.trainer.close()

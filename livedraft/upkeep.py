@@ -6,6 +6,7 @@ store within its limits, report what serving has used, keep the events.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,10 @@ _CLOCK_SECONDS = 60.0
 """The wall clock moved by more than this against the monotonic one: somebody set it."""
 _CLOCK_GRACE_SECONDS = 3600.0
 """After that nothing is deleted for its age for this long: a wrong clock would make every trace a hundred years old."""
+_LOOK_SECONDS = 0.5
 _MAX_WAITING_EVENTS = 1000
+_BREATH_SECONDS = 0.001
+"""Between two texts that are read at start: the engine's thread is serving meanwhile."""
 
 
 class Upkeep:
@@ -37,6 +41,7 @@ class Upkeep:
         self._store = TraceStore(state)
         self._waiting_events: deque[Event] = deque(maxlen=_MAX_WAITING_EVENTS)
         events.subscribe(self._waiting_events.append)
+        self._closing = threading.Event()
         self._forget_prefixes: Callable[[], None] = lambda: None
         self._report: Callable[[], dict[str, Any]] = dict
         self._reported_at = self._limited_at = 0.0
@@ -61,20 +66,39 @@ class Upkeep:
         """The engine is there: `report` says what serving has used."""
         self._forget_prefixes, self._report = forget_prefixes, report
 
-    def read_texts(self, texts: Traffic, most_tokens: int) -> Traffic | None:
-        """What the newest traces said, for suffixes; the oldest of them first. Held-out ones are left out. None when something
-        was deleted meanwhile. From any thread."""
+    def read_texts(self, route: str, texts: Traffic, most_tokens: int) -> Traffic | None:
+        """What the newest traces of a route said, for suffixes; the oldest of them first. Held-out ones are left out. None when
+        something was deleted meanwhile. From any thread."""
         store, forgotten = TraceStore(self._state), read_controls(self._state)["forget"]
         rows, num_tokens = [], 0
-        for row in reversed(store.rows(limit=-1)):
+        for row in reversed(store.rows(route=route, limit=-1)):
             if num_tokens > most_tokens:
                 break
             if not row.is_held_out and (trace := store.read(row)) is not None:
-                rows.append(trace)
-                num_tokens += len(trace.prompt_token_ids) + len(trace.output_token_ids)
-        for trace in reversed(rows):
-            texts.add([*trace.prompt_token_ids, *trace.output_token_ids], trace.client_key, at=trace.arrived_at)
+                token_ids = [*trace.prompt_token_ids, *trace.output_token_ids]
+                rows.append((token_ids, trace.client_key, trace.arrived_at))
+                num_tokens += len(token_ids)
+            time.sleep(_BREATH_SECONDS)
+        for token_ids, client_key, at in reversed(rows):
+            texts.add(token_ids, client_key, at=at)
+            time.sleep(_BREATH_SECONDS)
         return texts if read_controls(self._state)["forget"] == forgotten else None
+
+    def look_now_and_then(self) -> None:
+        """On a thread of its own, where no swap watcher does it."""
+
+        def run() -> None:
+            while not self._closing.wait(_LOOK_SECONDS):
+                try:
+                    self.look()
+                except UserError as error:
+                    self._events.emit("swap_failed", reason=str(error))
+
+        threading.Thread(target=run, name="livedraft-upkeep", daemon=True).start()
+
+    def close(self) -> None:
+        """No more looks of its own."""
+        self._closing.set()
 
     def look(self) -> None:
         """Raises UserError when the database cannot be used just now; the next look tries again."""

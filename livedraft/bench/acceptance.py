@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from livedraft.bench.prompts import Row, read_rows
+from livedraft.bench.prompts import Row, as_prompt, read_rows
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example, collate, example_from_trace, micro_batches
@@ -102,7 +102,9 @@ def _served(llm: LLM, rows: Sequence[tuple[str, Row]], temperature: float, max_t
     found: dict[str, Trace] = {}
     llm.engine.trace_sink = lambda trace: found.update({trace.request_id: trace})
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    requests = [llm.request(row.messages, sampling, id=str(number)) for number, (_, row) in enumerate(rows)]
+    requests = [
+        llm.request(as_prompt(llm.tokenizer, row), sampling, id=str(number)) for number, (_, row) in enumerate(rows)
+    ]
     for number, queued in enumerate(llm.add(requests)):
         queued.seed = counter_key(seed, number, DRAFT_DRAW)  # in place of one of its own
     llm.run(

@@ -8,7 +8,8 @@ reference of all AdaSPEC runs of that seed, which start from the same initial dr
                            as many
     equal selected tokens  AdaSPEC after epochs / fraction, so that as many positions have taught (the paper's own setting)
 
-Every difference is paired by validation request and seed; intervals are 95 %, by the bootstrap over those pairs.
+Every difference is paired by validation request and averaged over the seeds, which differ in the order of the texts alone;
+intervals are 95 %, by the bootstrap over requests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from livedraft.config import LOSSES, DistillConfig, EngineConfig, SpeculationConfig
-from livedraft.drafts.weights import DraftWeights, load_draft
+from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.distill import (
     DRAFT_NAME,
@@ -41,9 +42,15 @@ from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
 from livedraft.records import UserError
 
-ARMS: tuple[tuple[str, float], ...] = (("top", 0.2), ("top", 0.4), ("top", 0.6), ("bottom", 0.4), ("random", 0.4))
-PAPERS_ARM = ("top", 0.4)
+ARMS: tuple[tuple[str, float, bool], ...] = (
+    ("top", 0.2, True), ("top", 0.4, True), ("top", 0.6, True), ("bottom", 0.4, True), ("random", 0.4, True),
+    ("top", 0.4, False),
+)  # fmt: skip
+"""(what is kept, how much, whether the learning rate is multiplied by it). The last shows what of an arm's difference is the
+rate's."""
+PAPERS_ARM = ("top", 0.4, True)
 """The one that is also trained on, to equal selected tokens."""
+_KEPT_AN_EPOCH = 3
 _LONGER = 2.7
 """How much longer DistillSpec trains: beyond the FLOPs of an AdaSPEC run and its reference."""
 
@@ -110,6 +117,7 @@ def run(
     model: str,
     as_json: bool,
 ) -> None:
+    _keep_arguments(out, traces, sampled_traces, limit=limit, epochs=epochs, layers=layers, model=model)
     study = _study(traces, limit, epochs, layers, out, model)
     result: dict[str, Any] = {
         "num_train": len(study.train), "num_validation": len(study.validation), "epochs": epochs, "seeds": list(seeds),
@@ -124,15 +132,40 @@ def run(
     print(json.dumps(result)) if as_json else _print(result)
 
 
+def _keep_arguments(out: Path, traces: Path, sampled_traces: Path | None, **arguments: Any) -> None:
+    """Raises UserError when the folder holds another study: its runs must not be taken for this one's."""
+    try:
+        ours = arguments | {
+            f"{name}_sha256": None if path is None else file_sha256(path)
+            for name, path in (("traces", traces), ("sampled_traces", sampled_traces))
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / "study.json"
+        if not path.exists():
+            path.write_text(json.dumps(ours, indent=2), encoding="utf-8")
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The study could not be begun: {error}.") from error
+    for name, value in ours.items():
+        if theirs.get(name) != value and not (name == "sampled_traces_sha256" and None in (value, theirs.get(name))):
+            raise UserError(
+                f"{out} holds a study with {name} = {theirs.get(name)!r}, not {value!r}; give another --out."
+            )
+
+
 def _study(traces: Path, limit: int, epochs: int, layers: int, out: Path, model: str) -> _Study:
-    examples = [example_from_trace(trace, number) for number, trace in enumerate(read_recorded(traces)[:limit])]
+    recorded = read_recorded(traces)[:limit]
+    examples = [example_from_trace(trace, number) for number, trace in enumerate(recorded)]
     config = DistillConfig(method="distillspec", epochs=epochs)
     train, validation = split(examples, config.validation_share)
     steps_an_epoch = -(-len(train) // config.batch_size)
-    config = replace(config, save_steps=steps_an_epoch, validate_steps=1_000_000)
+    config = replace(config, save_steps=max(1, steps_an_epoch // _KEPT_AN_EPOCH), validate_steps=1_000_000)
     speculation = SpeculationConfig(num_draft_layers=layers)
     with LLM(model, dtype="float32", engine=EngineConfig(max_num_seqs=1), speculation=speculation) as llm:
         weights, _ = llm.untrained_draft()
+        # bf16 or float32 change nothing in a fingerprint.
+        if {trace.target_fingerprint for trace in recorded} != {llm.target_fingerprint}:
+            raise UserError(f"{traces} was recorded with another target; name it with --model.")
     target = TargetParts.load(resolve_model(model), weights)
     longest = max(example.num_tokens for example in examples) + 1
     trainer = Trainer(config=config.learning, target=target, draft=weights, max_positions=longest)
@@ -147,20 +180,22 @@ def _study(traces: Path, limit: int, epochs: int, layers: int, out: Path, model:
 
 
 def _selection(study: _Study, seeds: Sequence[int], epochs: int) -> dict[str, Any]:
-    pairs: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    baseline: list[float] = []
+    alphas_of: dict[str, list[list[float]]] = {}
+    differences: dict[str, dict[str, list[list[float]]]] = {}
+    baseline: list[list[float]] = []
     for seed in seeds:
         config = replace(study.config, seed=seed)
         spec = study.run(f"seed-{seed}-distillspec", config, int(epochs * _LONGER) + 1)
         last = len(spec.rows) // (int(epochs * _LONGER) + 1) * epochs
         ours = spec.alphas_at(last)
-        baseline += ours
-        for keep, fraction in ARMS:
-            name = f"{keep} {fraction}"
+        baseline.append(ours)
+        for keep, fraction, is_rescaled in ARMS:
+            name = f"{keep} {fraction}" + ("" if is_rescaled else ", full rate")
             selection = Selection(reference=spec.draft_at(last), fraction=fraction, keep=keep)  # type: ignore[arg-type]  # of ARMS
-            num_epochs = round(epochs / fraction) if (keep, fraction) == PAPERS_ARM else epochs
-            arm_config = replace(config, select_fraction=fraction)
-            arm = study.run(f"seed-{seed}-{keep}-{fraction}", arm_config, num_epochs, selection)
+            num_epochs = round(epochs / fraction) if (keep, fraction, is_rescaled) == PAPERS_ARM else epochs
+            arm_config = replace(config, select_fraction=fraction, rescale_rate=is_rescaled)
+            folder = f"seed-{seed}-{keep}-{fraction}" + ("" if is_rescaled else "-full-rate")
+            arm = study.run(folder, arm_config, num_epochs, selection)
             work = spec.flops_at(last) + arm.flops_at(last)
             alphas = arm.alphas_at(last)
             compared = {
@@ -168,22 +203,24 @@ def _selection(study: _Study, seeds: Sequence[int], epochs: int) -> dict[str, An
                 "equal FLOPs": (alphas, spec.alphas_at(spec.step_of(work))),
             }
             if num_epochs > epochs:
-                compared["equal selected tokens"] = (arm.alphas_at(len(arm.rows)), ours)
+                last_draft = load_draft(arm.run.folder / DRAFT_NAME)
+                compared["equal selected tokens"] = (arm.run.alphas(last_draft), ours)
+            alphas_of.setdefault(name, []).append(alphas)
             for kind, (one, other) in compared.items():
-                found = pairs.setdefault(name, {}).setdefault(kind, ([], []))
-                found[0].extend(one)
-                found[1].extend(other)
+                found = differences.setdefault(name, {}).setdefault(kind, [])
+                found.append([a - b for a, b in zip(one, other, strict=True)])
     return {
-        "distillspec": {"alpha": Interval.of(baseline).rounded()},
+        "distillspec": {"alpha": _over_seeds(baseline)},
         **{
-            name: {"alpha": Interval.of(kinds["equal steps"][0]).rounded()}
-            | {
-                kind: Interval.of([a - b for a, b in zip(one, other, strict=True)]).rounded()
-                for kind, (one, other) in kinds.items()
-            }
-            for name, kinds in pairs.items()
+            name: {"alpha": _over_seeds(alphas_of[name])} | {kind: _over_seeds(found) for kind, found in kinds.items()}
+            for name, kinds in differences.items()
         },
     }
+
+
+def _over_seeds(by_seed: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The mean over seeds of each request, then the interval over requests."""
+    return Interval.of([sum(values) / len(values) for values in zip(*by_seed, strict=True)]).rounded()
 
 
 def _losses(study: _Study, epochs: int, kind: str) -> dict[str, Any]:
@@ -196,7 +233,7 @@ def _losses(study: _Study, epochs: int, kind: str) -> dict[str, Any]:
         except UserError as error:
             result[loss] = {"failed": str(error)}
             continue
-        scores = trained.run.scores(trained.draft_at(len(trained.rows)))
+        scores = trained.run.scores(load_draft(trained.run.folder / DRAFT_NAME))
         result[loss] = {
             "alpha": Interval.of([score.alpha for score in scores]).rounded(),
             "argmax_match": Interval.of([score.alpha_t0 for score in scores]).rounded(),

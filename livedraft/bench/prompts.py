@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from livedraft.records import UserError
-from livedraft.tokenizer import Message
+from livedraft.tokenizer import Message, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,13 @@ class Row:
     topic: str | None = None
     second_turn: str | None = None
     """What the user says after the first answer: the second of `turns`."""
+
+
+def as_prompt(tokenizer: Tokenizer, row: Row) -> str | list[Message]:
+    """Messages, or one text for a model that knows no chat."""
+    if tokenizer.has_chat_template:
+        return row.messages
+    return "\n".join(str(message["content"]) for message in row.messages) + "\n"
 
 
 def read_prompts(path: Path, limit: int) -> list[list[Message]]:

@@ -173,8 +173,7 @@ class Drafting:
         request's draft, from that draft otherwise; None where nothing is proposed."""
         limits = [_most_tokens(entry) for entry in entries]
         proposals = [self._predicted(entry, limit) for entry, limit in zip(entries, limits, strict=True)]
-        if self.uses_suffixes:
-            self._add_suffixes(proposals, entries, limits)
+        refused = self._add_suffixes(proposals, entries, limits) if self.uses_suffixes else {}
         num_predicted = sum(len(proposal.draft_token_ids) for proposal in proposals if proposal)
         limits = [0 if proposal else limit for limit, proposal in zip(limits, proposals, strict=True)]
         for resident in self.residents():
@@ -185,6 +184,9 @@ class Drafting:
             lengths = self._lengths(resident, entries, own, num_predicted)
             drafted = self._drafted(resident, entries, lengths)
             proposals = [proposal or draft for proposal, draft in zip(proposals, drafted, strict=True)]
+        for index, suffix in refused.items():
+            if proposals[index] is None:  # the draft was worth more and then had nothing to say
+                proposals[index] = suffix
         return proposals
 
     def _lengths(
@@ -254,27 +256,36 @@ class Drafting:
         token_ids = entry.state.prediction.propose(min(limit, most if fixed is None else fixed))
         return Proposal(draft_token_ids=token_ids, draft_version=PREDICTION) if token_ids else None
 
-    def _add_suffixes(self, proposals: list[Proposal | None], entries: list[RoundEntry], limits: list[int]) -> None:
-        """Into the places where nothing is proposed yet."""
+    def _add_suffixes(
+        self, proposals: list[Proposal | None], entries: list[RoundEntry], limits: list[int]
+    ) -> dict[int, Proposal]:
+        """Into the places where nothing is proposed yet; returns those that the draft goes before, by place.
+
+        While two versions are compared both have the same claim on a round, and a request's first ones are theirs."""
+        refused: dict[int, Proposal] = {}
         decoding = [index for index, limit in enumerate(limits) if limit > 0]
         if not decoding:
-            return
+            return refused
         num_rows = sum(entry.num_pending_rows for entry in entries)
         rate = len(decoding) / self._costs.target_seconds(num_rows)
-        values: dict[Resident | None, float] = {None: 0.0}
+        values = [resident.lengths.value(len(decoding), num_rows) for resident in self.residents()]
+        draft_value = max(values, default=0.0)
         for index in decoding:
             state = entries[index].state
             match = state.suffix.find() if state.suffix is not None else None
             if match is None or proposals[index] is not None:
                 continue
-            resident = self._of(state)
-            if resident not in values:
-                assert resident is not None
-                values[resident] = resident.lengths.value(len(decoding), num_rows)
             k, value = self._suffix_length(match, limits[index], num_rows, rate)
-            if k > 0 and value >= values[resident]:
+            if k == 0:
+                continue
+            suffix = Proposal(draft_token_ids=list(match.continuation[:k]), draft_version=SUFFIX)
+            is_evidence = self.second is not None and state.num_rounds < EVIDENCE_ROUNDS
+            if value >= draft_value and not is_evidence:
                 num_rows += k
-                proposals[index] = Proposal(draft_token_ids=list(match.continuation[:k]), draft_version=SUFFIX)
+                proposals[index] = suffix
+            else:
+                refused[index] = suffix
+        return refused
 
     def _suffix_length(self, match: Match, limit: int, num_rows: int, rate: float) -> tuple[int, float]:
         """(tokens to propose, what they are worth as in `DraftLengthPolicy.value`) beside `num_rows` rows, in a round that

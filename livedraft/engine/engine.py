@@ -104,7 +104,6 @@ class Engine:
                 traffic=self._traffic_of(request.route), statistics=self.drafting.matches, client_key=request.client_key,
                 longest=self.speculation.num_speculative_tokens or self.speculation.max_num_speculative_tokens,
             )  # fmt: skip
-            state.suffix.start(request.prompt_token_ids, request.sampling.max_tokens)
         if self.trace_sink is not None and request.store:
             state.trace = TraceBuilder()
         self.scheduler.add(state)
@@ -244,6 +243,8 @@ class Engine:
             route, texts = self._offered_texts.pop()
             self._traffic_of(route).take_over(texts)
         for state in self.scheduler.admit(self._should_wait):
+            if state.suffix is not None:
+                state.suffix.start(state.token_ids, state.request.sampling.max_tokens)
             others = [
                 (s.slot, s.token_ids[: s.target_length])
                 for s in self.scheduler.running
@@ -369,7 +370,8 @@ class Engine:
             return
         if proposal.draft_version == SUFFIX:
             return  # says nothing about the draft
-        if state.stats.num_drafts == 1 or state.draft_version != proposal.draft_version:
+        if proposal.draft_version not in state.counted_versions:
+            state.counted_versions.add(proposal.draft_version)
             own.num_requests += 1
         state.draft_version = proposal.draft_version
         self.drafting.record(proposal, num_drafted, verdict.num_accepted)

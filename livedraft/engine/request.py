@@ -34,6 +34,8 @@ class RequestState:
     draft_version_at_arrival: str = "none"
     draft_version: str = "none"
     """Of its last drafted round; that at arrival until there is one."""
+    counted_versions: set[str] = field(default_factory=set)
+    """Those that have drafted for it."""
     is_on_second: bool = False
     """Served by the second draft of a comparison instead of the one in service."""
     arrived_at: float = field(default_factory=time.time)

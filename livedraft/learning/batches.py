@@ -86,6 +86,8 @@ class TrainBatch:
     label_rows_N: torch.Tensor  # row of the token served, −1 where the draft has none
     example_N: torch.Tensor  # which of the batch's examples a position belongs to
     trace_ids_B: torch.Tensor
+    num_tokens: int
+    """Without padding."""
 
 
 def collate(
@@ -113,6 +115,7 @@ def collate(
         label_rows_N=target_to_draft_V[torch.from_numpy(np.concatenate(labels))],
         example_N=torch.from_numpy(np.concatenate(owners)),
         trace_ids_B=torch.tensor([example.trace_id for example in examples]),
+        num_tokens=sum(example.num_tokens for example in examples),
     )
 
 

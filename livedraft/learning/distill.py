@@ -16,8 +16,8 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
     if not all(sides):
         raise UserError(
             f"Of {len(examples)} prompts {len(sides[1])} are kept back for measuring; give more prompts or another "
-            "validation_share."
+            "validation_share, and another --out."
         )
     return sides
 
@@ -152,7 +152,9 @@ class Distillation:
         try:
             report = self.trainer.step(batch, selection=self.selection)
         except BadStepError as error:
-            raise UserError(f"Training stopped at step {step}: {error}; take a lower --learning-rate.") from error
+            raise UserError(
+                f"Training stopped at step {step}: {error}; take a lower --learning-rate and another --out."
+            ) from error
         self._num_tokens += sum(example.num_tokens for example in batch)
         self._seconds += time.monotonic() - started
         figures = self._figures(report, step)
@@ -161,7 +163,8 @@ class Distillation:
         if self.config.save_steps and step % self.config.save_steps == 0:
             self._save(self.trainer.snapshot(), self.folder / f"step-{step:06d}.safetensors")
         if self.trainer.ranks.is_first:
-            with (self.folder / METRICS_NAME).open("a", encoding="utf-8") as file:
+            path = self.folder / METRICS_NAME
+            with _writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
         return figures
 
@@ -197,8 +200,9 @@ class Distillation:
         """Under another name first: a draft's file is whole or not there."""
         if self.trainer.ranks.is_first:
             part = path.with_name(path.name + ".part")
-            save_draft(draft, part)
-            os.replace(part, path)
+            with _writing(path):
+                save_draft(draft, part)
+                os.replace(part, path)
 
     def _keep_checkpoint(self, step: int) -> None:
         if not self.trainer.ranks.is_first:
@@ -210,8 +214,9 @@ class Distillation:
         }  # fmt: skip
         part = self.folder / f"{CHECKPOINT_NAME}.part"
         tensors = {name: tensor.contiguous() for name, tensor in self.trainer.state_tensors().items()}
-        save_file(tensors, part, metadata={"progress": json.dumps(metadata)})
-        os.replace(part, self.folder / CHECKPOINT_NAME)
+        with _writing(part):
+            save_file(tensors, part, metadata={"progress": json.dumps(metadata)})
+            os.replace(part, self.folder / CHECKPOINT_NAME)
 
     def _restore(self) -> int:
         """The step the last checkpoint was made at; 0 without one."""
@@ -235,6 +240,15 @@ class Distillation:
                 os.truncate(metrics, metadata["metrics_bytes"])
         self.trainer.ranks.wait()
         return int(metadata["step"])
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk is one sentence; the run goes on from its last checkpoint."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} could not be written ({error}); make room and give the same command again.") from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -26,8 +26,12 @@ def finetune(
 ) -> None:
     """Train a transformers causal model, in place, on (prompt tokens, response tokens): cross entropy of the responses.
 
-    `report(step, of, loss)`. Raises UserError when the loss stops being a number.
+    Texts whose prompt alone has MAX_TOKENS are left out. `report(step, of, loss)`. Raises UserError when the loss stops being a
+    number.
     """
+    texts = [(prompt, response) for prompt, response in texts if len(prompt) < MAX_TOKENS]
+    if not texts:
+        raise UserError(f"No prompt to fine-tune on is shorter than {MAX_TOKENS} tokens.")
     batches = _batches(texts, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from livedraft.config import LearningConfig
+from livedraft.learning import gate
 from livedraft.learning.batches import Example
 from livedraft.learning.vocabulary import VocabularyUse
 
@@ -33,15 +34,21 @@ def _without_crowd(examples: list[Example]) -> list[Example]:
     """The newest of a client that named itself, as many as all others have together: its flood must not decide for
     everybody."""
     by_client = Counter(example.client_key for example in examples)
-    kept: list[Example] = []
-    taken: Counter[str] = Counter()
-    for example in sorted(examples, key=lambda example: -example.trace_id):
-        client = example.client_key
-        limit = max(MIN_FROM_ONE_CLIENT, len(examples) - by_client[client])
-        if not client or taken[client] < limit:
-            kept.append(example)
-            taken[client] += 1
-    return kept[::-1]
+    newest_first = sorted(examples, key=lambda example: -example.trace_id)
+    least = MIN_FROM_ONE_CLIENT
+    while True:
+        kept: list[Example] = []
+        taken: Counter[str] = Counter()
+        for example in newest_first:
+            client = example.client_key
+            limit = max(least, len(examples) - by_client[client])
+            if not client or taken[client] < limit:
+                kept.append(example)
+                taken[client] += 1
+        # Where hardly anybody else asks, short answers of one client must be enough evidence all the same.
+        if len(kept) == len(examples) or sum(example.num_positions for example in kept) >= gate.MIN_POSITIONS:
+            return kept[::-1]
+        least *= 2
 
 
 class Memory:
@@ -187,6 +194,7 @@ class Memory:
         on the old traffic is no longer asked."""
         self._num_after_drift = 0
         self.drift_id, self.num_trained_at_drift = since_id, self.num_trained
+        self.fresh.sort(key=lambda example: example.trace_id < since_id)  # what is new goes before what still waits
 
     @property
     def is_drifting(self) -> bool:
@@ -196,7 +204,8 @@ class Memory:
         """What weights trained up to that trace have not seen, of the traffic that is now: held-out requests, and all that came
         later."""
         held_out = [example for example in self.held_out.values() if example.trace_id >= self.drift_id]
-        newer = [example for example in (*self.examples.values(), *self.fresh) if example.trace_id > last_trained_id]
+        kept = (*self.examples.values(), *self.fresh)
+        newer = [one for one in kept if one.trace_id > last_trained_id and one.trace_id >= self.drift_id]
         return _without_crowd([*held_out, *newer])[-MAX_EVIDENCE:]
 
     def since_drift(self) -> list[Example]:
@@ -226,6 +235,7 @@ class Memory:
             "num_trained": self.num_trained,
             "drift_id": self.drift_id,
             "num_trained_at_drift": self.num_trained_at_drift,
+            "num_after_drift": self._num_after_drift,
             "vocabulary": self.vocabulary.used(),
         }
 
@@ -235,4 +245,5 @@ class Memory:
         self.trained_ids = set(counters["trained_ids"])
         self.newest_trained_id, self.num_trained = counters["newest_trained_id"], counters["num_trained"]
         self.drift_id, self.num_trained_at_drift = counters["drift_id"], counters["num_trained_at_drift"]
+        self._num_after_drift = counters["num_after_drift"]
         self.vocabulary.restore(counters["vocabulary"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,8 @@ class Ranks:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            # The others wait while the first one generates all responses, however long that takes.
+            dist.init_process_group("gloo", timeout=timedelta(days=30))
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property

@@ -45,7 +45,7 @@ def _output_logits(target: ModelStep, token_ids: list[int], example: Example) ->
     """[T, V] float32 at the output positions, as an ordinary tensor that autograd may keep."""
     rows = list(range(example.num_prompt_tokens - 1, len(token_ids)))
     logits_TV = target.forward(token_ids, list(range(len(token_ids))), [0] * len(token_ids), rows).logits_RV
-    return logits_TV.clone()
+    return logits_TV.cpu().clone()
 
 
 class Writer:

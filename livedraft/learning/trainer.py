@@ -195,7 +195,7 @@ class Trainer:
         num_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
         weights = self._forward(replace(self._kind, tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
         choice = None if selection is None else (selection, self._scorer(selection.reference))
-        sums = _Sums()
+        sums, flops_before = _Sums(), self.flops
         with self._autocast():  # one context for the whole step: the cast of each weight is made once
             for micro_batch in micro_batches(self.ranks.share(examples), self.micro_batch_tokens):
                 batch = self._collated(micro_batch, self.target_to_draft_V)
@@ -203,6 +203,7 @@ class Trainer:
                 self.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 between()
         sums = self._over_all_ranks(sums)
+        self.flops = flops_before + self.ranks.total([self.flops - flops_before])[0]
         if 0 < sums.num_used < num_positions:  # the mean over those that are used
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
@@ -319,7 +320,7 @@ class Trainer:
             gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
         torch.clear_autocast_cache()  # casts made without gradients must not be reused by the pass that needs them
         again = weights.num_head_weights + reference.weights.num_weights
-        self.flops += 2.0 * again * batch.token_ids_BT.numel()
+        self.flops += 2.0 * again * batch.num_tokens
         keeps_N = selection.chosen(torch.cat(gains), seed=self.num_steps * 1_000_003 + int(batch.trace_ids_B[0]))
         if selection.control_share:
             keeps_N |= (batch.trace_ids_B % selection.control_share == 0)[batch.example_N]
@@ -448,7 +449,8 @@ def _score_rows(
     """
     teacher_rows_TK, teacher_log_probs_TK = batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows]
     overlap_T = compare(logits_TW, teacher_rows_TK, teacher_log_probs_TK).overlap_N
-    matches_T = teacher_rows_TK[:, 0] == logits_TW.argmax(-1)  # the teacher's tokens are sorted, best first
+    best_T1 = teacher_log_probs_TK.argmax(-1, keepdim=True)
+    matches_T = teacher_rows_TK.gather(1, best_T1)[:, 0] == logits_TW.argmax(-1)
     if example.sampling.is_greedy:
         served_T = matches_T.float()
     else:

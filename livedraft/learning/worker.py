@@ -100,8 +100,8 @@ class Worker:
         self.num_bad_steps = 0
         self.last_problem = ""
         self.drift = DriftWatch()
-        self.earlier: list[DraftWeights] = []
-        """What served each earlier traffic when it changed, the latest last; gone when this process ends."""
+        self.earlier: dict[str, DraftWeights] = {}
+        """By version: what served each earlier traffic when it changed, the latest last; gone when this process ends."""
         self._untried: list[DraftWeights] = []
         """Of them, those to be tested on the traffic that is now."""
         self.num_drifts = 0
@@ -135,6 +135,11 @@ class Worker:
         self._checkpointed_at = time.monotonic()
         self.registry.reject_candidates(route)  # of a process that ended before their test
         self._resume()
+        # The version in service may have learnt more than the checkpoint knows of; that is no evidence. (Ids begin again where
+        # a damaged database was set aside.)
+        ids = [row.id for row in self.store.rows(route=self.route, limit=-1)]
+        learnt = min(self.in_service.last_trace_id, max(ids, default=0))
+        self.memory.newest_trained_id = max(self.memory.newest_trained_id, learnt)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +243,7 @@ class Worker:
         if weights is None:
             return
         self.registry.reject_candidates(self.route)
+        self.drift.clear()  # another version's acceptance says nothing about the traffic
         self.candidate = self.rate_trial = None
         self.trainer.restart_from(weights)
         if "rolled back" in reason:
@@ -303,7 +309,8 @@ class Worker:
             self.num_served += row.draft_version == self.in_service.id
         if self.num_served >= REQUESTS_TO_CLOSE:
             self.num_rolled_back = 0
-        self._watch_for_drift({trace_id: found[trace_id][0] for trace_id in sorted(found)})
+        by_served = {row.id for row, _ in batch if row.draft_version == self.in_service.id}
+        self._watch_for_drift({trace_id: found[trace_id][0] for trace_id in sorted(by_served & found.keys())})
         return True
 
     def _watch_for_drift(self, alpha_by_trace: Mapping[int, float]) -> None:
@@ -320,8 +327,12 @@ class Worker:
             self.registry.reject_candidates(self.route)
             self.candidate = None
         served = self._draft(self.in_service.id)
-        self._untried = list(self.earlier)
-        self.earlier = [*self.earlier, *([served] if served else [])][-MAX_EARLIER:]
+        if served is not None:
+            self._untried = [weights for weights in self.earlier.values() if weights is not served]
+            self.earlier.pop(self.in_service.id, None)
+            self.earlier[self.in_service.id] = served
+            while len(self.earlier) > MAX_EARLIER:
+                self.earlier.pop(next(iter(self.earlier)))
         self._emit("drift", alpha=drift.alpha, before=drift.before)
 
     def _try_earlier(self) -> None:
@@ -341,17 +352,18 @@ class Worker:
             )  # fmt: skip
             if decision.promote and (best is None or decision.candidate_alpha > best[0].candidate_alpha):
                 best = decision, _mean([score.alpha for score in scores]), weights
-        self._untried = []
         if best is None:
+            self._untried = []
             return
         decision, alpha, weights = best
         if self.candidate is not None:
             self.registry.reject_candidates(self.route)
             self.candidate = None
         version = self._publish(weights)
-        self.trainer.restart_from(weights)
         fields = {**decision.as_fields(), "alpha": alpha}
         self.registry.start_canary(version.id, fields)
+        self._untried = []  # only now: a database that is locked costs a turn, not the draft
+        self.trainer.restart_from(weights)
         self.canary = version
         self._emit("earlier_draft_again", version=version.id, **fields)
 

@@ -21,6 +21,8 @@ OWN_MIN_MATCH, TRAFFIC_MIN_MATCH = 1, 3
 _LONGEST_MATCH = 64
 _CANDIDATES = 24
 """Newest occurrences looked at; long matches of old ones are rarer than they are dear."""
+_LOOKED_AT = 8 * _CANDIDATES
+"""With those that may not be used, of other clients or too old."""
 _BREAK = -1
 """Stands between two texts: equal to no token."""
 _NOWHERE = -1
@@ -60,10 +62,12 @@ class History:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """More of the text that was put in last."""
+        window = self.last(self._min_match)
         for token in token_ids:
             self._tokens[self.end % self._capacity] = token
             self.end += 1
-            slot = self._slot(self.last(self._min_match))
+            window = [*window[1 - self._min_match or len(window) :], token]
+            slot = self._slot(window)
             if slot is not None:
                 # The link of a position says where the text before it occurred last.
                 self._previous[(self.end - 1) % self._capacity] = self._heads[slot]
@@ -96,7 +100,8 @@ class History:
         best_length, best_end = self._min_match - 1, _NOWHERE
         slot = self._slot(context[-self._min_match :])
         position = _NOWHERE if slot is None else self._heads[slot]
-        for _ in range(_CANDIDATES):
+        num_compared = 0
+        for _ in range(_LOOKED_AT):
             # A link may lead to what has been overwritten since, or back into a later text: older is always smaller.
             if position == _NOWHERE or position - self._min_match < self.start:
                 break
@@ -104,6 +109,9 @@ class History:
                 length = self._agreement(context, position)
                 if length > best_length and self._tokens[position % self._capacity] != _BREAK:
                     best_length, best_end = length, position
+                num_compared += 1
+                if num_compared == _CANDIDATES or best_length == min(_LONGEST_MATCH, len(context)):
+                    break
             older = self._previous[(position - 1) % self._capacity]
             position = older if older < position else _NOWHERE
         return (best_length, best_end) if best_end != _NOWHERE else (0, 0)
@@ -158,7 +166,11 @@ class Traffic:
         self._texts: list[_Text] = []
 
     def take_over(self, other: Traffic) -> None:
-        """The other's texts in place of these."""
+        """The other's texts, and after them these."""
+        ends = [text.start - 1 for text in self._texts[1:]] + [self._history.end - 1]
+        for text, end in zip(self._texts, ends, strict=False):
+            if text.start >= self._history.start:
+                other.add(self._history.read(text.start, end), text.client_key, text.at)
         self._history, self._texts = other._history, other._texts
 
     @property
@@ -171,7 +183,8 @@ class Traffic:
         self._history.extend(token_ids)
         self._history.break_off()
         if self._texts[0].start < self._history.start - self._capacity // 8:
-            self._texts = [text for text in self._texts if text.start >= self._history.start]
+            first = bisect_right(self._texts, self._history.start, key=lambda text: text.start) - 1
+            self._texts = self._texts[max(0, first) :]
 
     def find(self, context: Sequence[int], client_key: str, count: int) -> Match | None:
         is_allowed = self._is_allowed(client_key)
@@ -237,6 +250,7 @@ class SuffixMatcher:
     """Tokens a proposal can have."""
     history: History = field(init=False)
     match: Match | None = None
+    _found: list[Match] = field(default_factory=list)
     _is_current: bool = False
 
     def start(self, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -248,21 +262,24 @@ class SuffixMatcher:
         """The likelier one of both to go on rightly; the request's own of equals."""
         if not self._is_current:
             context = self.history.last(_LONGEST_MATCH)
-            length, end = self.history.find(context)
-            own = (
-                Match(length=length, continuation=self.history.following(end, self.longest), is_own=True)
-                if length
-                else None
-            )
-            shared = self.traffic.find(context, self.client_key, self.longest)
-            found = [match for match in (own, shared) if match is not None]
-            self.match = max(found, key=lambda match: self.statistics.acceptance(match, 0), default=None)
+            found = (self._own(context), self.traffic.find(context, self.client_key, self.longest))
+            self._found = [match for match in found if match is not None]
+            self.match = max(self._found, key=lambda match: self.statistics.acceptance(match, 0), default=None)
             self._is_current = True
         return self.match
 
+    def _own(self, context: Sequence[int]) -> Match | None:
+        length, end = self.history.find(context)
+        if not length:
+            return None
+        tokens = self.history.following(end, self.longest)
+        # A match that reaches up to now goes on as it began: the text repeats itself.
+        tokens = (tokens * self.longest)[: self.longest] if end + len(tokens) == self.history.end else tokens
+        return Match(length=length, continuation=tokens, is_own=True)
+
     def commit(self, output: Sequence[int]) -> None:
         """What the round came to."""
-        if self.match is not None and self._is_current:
-            self.statistics.record(self.match, output)
+        for match in self._found if self._is_current else []:
+            self.statistics.record(match, output)  # also the one that was not chosen, or it would never be again
         self.history.extend(output)
         self._is_current = False

@@ -25,7 +25,7 @@ def traces(model_folder, tmp_path):
 
 
 def test_the_study_compares_at_equal_work(model_folder, traces, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ARMS", (("top", 0.4), ("random", 0.4)))
+    monkeypatch.setattr(study, "ARMS", (("top", 0.4, True), ("random", 0.4, True), ("top", 0.4, False)))
     run = (
         "bench", "distill", "--traces", traces, "--sampled-traces", traces, "--limit", 40, "--seeds", "0,1", "--epochs", 2,
         "--layers", 1, "--losses", "--out", tmp_path / "study", "--model", model_folder, "--threads", 1,
@@ -34,7 +34,8 @@ def test_the_study_compares_at_equal_work(model_folder, traces, tmp_path, monkey
     assert first.returncode == 0, first.stderr
     figures = json.loads(first.stdout)
     selection = figures["selection"]
-    assert set(selection) == {"distillspec", "top 0.4", "random 0.4"}
+    assert set(selection) == {"distillspec", "top 0.4", "random 0.4", "top 0.4, full rate"}
+    assert selection["top 0.4"]["alpha"] != selection["top 0.4, full rate"]["alpha"]
     assert set(selection["top 0.4"]) == {"alpha", "equal steps", "equal FLOPs", "equal selected tokens"}
     assert set(selection["random 0.4"]) == {"alpha", "equal steps", "equal FLOPs"}
     difference = selection["top 0.4"]["alpha"]["mean"] - selection["distillspec"]["alpha"]["mean"]
@@ -45,6 +46,9 @@ def test_the_study_compares_at_equal_work(model_folder, traces, tmp_path, monkey
     # Everything is kept: a second call only reads and measures.
     assert json.loads(livedraft(*run, "--json").stdout) == figures
     assert "random 0.4" in livedraft(*run).stdout
+    other = livedraft(*(3 if argument == 2 else argument for argument in run))
+    assert other.returncode == 1
+    assert "holds a study with epochs = 2" in other.stderr
     # DistillSpec trained on until its work is that of an AdaSPEC run and its reference, to within an epoch.
     rows = {name: read_metrics(tmp_path / "study" / f"seed-0-{name}") for name in ("distillspec", "top-0.4")}
     steps = len(rows["distillspec"]) // 6 * 2

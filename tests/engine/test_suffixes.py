@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from livedraft.config import EngineConfig, SpeculationConfig
+from livedraft.engine.drafting import Lineup
 from livedraft.records import HELD_OUT_SHARE
 from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.suffix import Match
@@ -170,3 +171,37 @@ def test_a_request_that_wants_no_proposals_gets_none():
     before = served.stats.num_draft_tokens
     serve(served, [dataclasses.replace(request(PROMPT, 1), num_speculative_tokens=0)])
     assert served.stats.num_draft_tokens == before
+
+
+def test_requests_are_counted_for_a_version_also_after_suffix_rounds():
+    """The watch weighs versions by requests: one whose first proposal was a suffix counts when the draft comes to draft."""
+    served = suffixed(0.04, prior=0.5)
+    for number in range(12):
+        serve(served, [request([*PROMPT, number % 5], number, max_tokens=40, temperature=1.0, seed=number)])
+    own = served.stats_by_version["default", "v1"]
+    assert 0 < own.num_requests <= 12
+    states = served.stats.num_target_passes
+    assert states > 12
+
+
+def test_a_suffix_fills_in_where_the_draft_has_nothing_to_say():
+    """A draft thought good whose cache is not worth filling for a short answer."""
+    target = decoder(MODEL)
+    draft = draft_model(perturbed_draft(MODEL, noise=0.0), target)
+    costs = dataclasses.replace(COSTS, draft_write_seconds=10.0)
+    served = engine(target, draft, k=None, prior=0.95, costs=costs, suffixes=True)
+    serve(served, [request(PROMPT * 4, 0, max_tokens=20)])
+    serve(served, [request(PROMPT * 4, 1, max_tokens=20)])
+    assert drafted(served, "v1") == 0
+    assert drafted(served) > 10
+
+
+def test_versions_that_are_compared_go_before_suffixes_in_a_requests_first_rounds():
+    target = decoder(MODEL)
+    first, second = (draft_model(perturbed_draft(MODEL, noise=0.3), target, version=v) for v in ("one", "two"))
+    served = engine(target, first, k=None, prior=0.3, suffixes=True)
+    serve(served, [request(PROMPT, 0)])
+    served.drafting.offer(Lineup(service=first, second=second, share=0.5))
+    serve(served, [request(PROMPT, n) for n in range(1, 9)])
+    assert served.stats_by_version["default", "two"].num_drafts > 0
+    assert served.stats_by_version["default", "one"].num_drafts > 0

@@ -75,7 +75,7 @@ def test_evidence_of_one_client_is_no_more_than_that_of_all_others(examples):
     alone = memory()
     for example in of_client(examples[:40], "me"):
         alone.add(example, is_held_out=False)
-    assert len(alone.evidence(0)) == MIN_FROM_ONE_CLIENT
+    assert len(alone.evidence(0)) == 2 * MIN_FROM_ONE_CLIENT  # as many as the gate needs positions
     assert max(example.trace_id for example in alone.evidence(0)) == 40  # the newest
 
 
@@ -113,3 +113,23 @@ def test_copies_of_a_prompt_that_wait_count_too(examples):
     nothing = dataclasses.replace(examples[1], loss_mask_T=examples[1].loss_mask_T & False)
     made.add(nothing, is_held_out=False)
     assert len(made.fresh) == 2  # an example without a position that teaches is no work
+
+
+def test_a_client_that_is_nearly_alone_gives_enough_evidence(examples):
+    """Its flood must not decide for others; where there are none, short answers have to be enough."""
+    from livedraft.learning import gate
+
+    short = [
+        dataclasses.replace(
+            examples[n % len(examples)], trace_id=n, client_key="app", loss_mask_T=examples[0].loss_mask_T[:10]
+        )
+        for n in range(1, 301)
+    ]
+    made = memory()
+    made.held_out = {one.trace_id: one for one in short}
+    evidence = made.evidence(10_000)
+    assert sum(one.num_positions for one in evidence) >= gate.MIN_POSITIONS
+    made.held_out |= {
+        1000 + n: dataclasses.replace(one, trace_id=1000 + n, client_key="") for n, one in enumerate(short[:60])
+    }
+    assert sum(one.client_key == "app" for one in made.evidence(10_000)) == 60

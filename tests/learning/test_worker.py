@@ -369,7 +369,13 @@ def test_after_a_drift_evidence_is_of_the_new_traffic_alone(state):
     made.memory.held_out = {one.trace_id: one for one in examples[:20]}
     made.memory.fresh = []
     assert len(made.memory.evidence(10_000)) == 20
+    made.memory.fresh = examples[20:24] + examples[10:14]
     made.memory.prefer_new(since_id=examples[14].trace_id)
+    assert [one.trace_id for one in made.memory.fresh[:4]] == [
+        one.trace_id for one in examples[20:24]
+    ]  # new ones first
+    assert len(made.memory.evidence(0)) == 10  # what still waits of the old is none either
+    made.memory.fresh = []
     assert [one.trace_id for one in made.memory.evidence(10_000)] == [one.trace_id for one in examples[14:20]]
     kept = made.memory.counters()
     other = worker(state).memory
@@ -390,7 +396,7 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
     served = made._draft(made.in_service.id)
     target = draft_from_target(MODEL, num_layers=MODEL.config.num_layers, token_ids=list(range(64)))
     useless = dataclasses.replace(served, tensors={n: 0.0 * t for n, t in served.tensors.items()})
-    made.earlier = [useless, target if is_better else useless]
+    made.earlier = {"v8": useless, "v9": target if is_better else useless}
     watch(made, 80, 0.9, first_id=ids[0] - 1000)
     watch(made, 16, 0.1, first_id=ids[-16])
     made._try_earlier()  # 16 short answers are not enough evidence
@@ -398,8 +404,8 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
     made.memory.drift_id = ids[-24]
     made._try_earlier()
     assert made.num_drifts == 1
-    assert made.earlier[-1] is served  # what serves now is remembered for next time
-    assert len(made.earlier) == 3
+    assert list(made.earlier) == ["v8", "v9", made.in_service.id]  # what serves now is remembered for next time
+    assert made.earlier[made.in_service.id] is served
     assert (made.canary is not None) == is_better
     if is_better:
         row = made.registry.version(made.canary.id)
@@ -407,6 +413,32 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
         assert row["decision"]["num_requests"] == 24
         assert row["decision"]["alpha"] > 0.9  # the target itself
         assert torch.equal(made.trainer.parameters["head"], target.tensors["head"])
+
+
+def test_another_versions_acceptance_is_no_drift(state):
+    made = worker(state)
+    watch(made, 80, 0.5, first_id=1000)
+    made._start_again("another version serves now")
+    watch(made, 70, 0.2, first_id=2000)
+    assert made.num_drifts == 0
+
+
+def test_what_the_served_version_has_learnt_is_no_evidence_after_a_lost_checkpoint(state):
+    serve_into(state, 20)
+    registry = Registry(state)
+    serving = registry.in_service("default")
+    weights = registry.load(serving)
+    version = registry.publish(
+        lambda path: save_draft(weights, path),
+        dataclasses.replace(serving, id="v9", last_trace_id=12),
+        status="candidate",
+    )
+    registry.serve(version.id, "default", {})
+    assert worker(state).memory.newest_trained_id == 12
+    far = dataclasses.replace(serving, id="v10", last_trace_id=5000)  # of a database that is no more
+    registry.publish(lambda path: save_draft(weights, path), far, status="candidate")
+    registry.serve("v10", "default", {})
+    assert worker(state).memory.newest_trained_id == 20
 
 
 def test_a_candidate_of_the_old_traffic_is_dropped(state):

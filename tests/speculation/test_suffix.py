@@ -25,7 +25,8 @@ def longest_by_hand(texts, context, min_match):
 @pytest.mark.parametrize("min_match", [1, 2, 3])
 @pytest.mark.parametrize("vocabulary", [3, 6, 20])
 def test_the_longest_match_is_found(vocabulary, min_match, monkeypatch):
-    monkeypatch.setattr("livedraft.speculation.suffix._CANDIDATES", 10_000)
+    for limit in ("_CANDIDATES", "_LOOKED_AT"):
+        monkeypatch.setattr(f"livedraft.speculation.suffix.{limit}", 10_000)
     chance = random.Random(vocabulary)
     history, texts = History(5_000, min_match=min_match, table_bits=7), []  # a small table: many tokens share a slot
     for _ in range(60):
@@ -90,9 +91,9 @@ def matcher(traffic=None, prompt=(), client_key="", longest=8, statistics=None):
 
 def test_a_request_finds_itself_and_then_others():
     own = matcher(prompt=[1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert own.find() == Match(length=3, continuation=(4, 5, 6, 1, 2, 3), is_own=True)
+    assert own.find() == Match(length=3, continuation=(4, 5, 6, 1, 2, 3, 4, 5), is_own=True)
     own.commit([4, 5])
-    assert own.find() == Match(length=5, continuation=(6, 1, 2, 3, 4, 5), is_own=True)
+    assert own.find() == Match(length=5, continuation=(6, 1, 2, 3, 4, 5, 6, 1), is_own=True)
     own.commit([9])
     assert own.find() is None
     traffic = Traffic(1000)
@@ -172,3 +173,50 @@ def test_a_guess_that_was_not_proposed_teaches_too():
         own.find()
         own.commit([7])
     assert statistics.acceptance(own.match, 0) < 0.1
+
+
+def test_the_source_that_was_not_chosen_is_judged_too():
+    """Or one that did badly for a while would never be tried again."""
+    statistics, traffic = MatchStatistics(), Traffic(1000)
+    traffic.add([7, 8, 9, 10, 11, 12])
+    shared = Match(length=3, continuation=(10,), is_own=False)
+    for _ in range(100):
+        statistics.record(shared, [0])
+    assert statistics.acceptance(shared, 0) < 0.05
+    for _ in range(150):
+        made = matcher(traffic, [7, 8, 9, 5, 7, 8, 9], statistics=statistics)
+        made.find()
+        made.commit([10])
+    assert statistics.acceptance(shared, 0) > 0.5
+    assert not made.match.is_own
+
+
+def test_a_text_that_repeats_itself_is_continued_past_its_end():
+    assert matcher(prompt=[4, 5] * 6, longest=7).find().continuation == (4, 5, 4, 5, 4, 5, 4)
+    assert matcher(prompt=[7] * 20, longest=5).find().continuation == (7,) * 5
+
+
+def test_other_clients_texts_do_not_use_up_the_search():
+    traffic = Traffic(5000, is_per_client=True)
+    traffic.add([1, 2, 3, 4, 5, 6, 7], "alice")
+    for number in range(40):
+        traffic.add([90 + number, 4, 5, 6, 99], "bob")
+    assert matcher(traffic, [1, 2, 3, 4, 5, 6], "alice").find().continuation == (7,)
+
+
+def test_a_text_longer_than_the_memory_is_found_as_far_as_it_is_kept():
+    traffic = Traffic(100)
+    traffic.add([n % 60 for n in range(1000)])
+    traffic.add([61, 62, 63])
+    assert matcher(traffic, [50, 51, 52], longest=2).find().continuation == (53, 54)
+
+
+def test_what_was_served_meanwhile_stays_when_old_texts_come_in():
+    live, old = Traffic(1000), Traffic(1000)
+    live.add([1, 2, 3, 4], "a")
+    live.add([5, 6, 7, 8], "b")
+    old.add([11, 12, 13, 14])
+    live.take_over(old)
+    for prompt, continuation in (([1, 2, 3], (4,)), ([5, 6, 7], (8,)), ([11, 12, 13], (14,))):
+        assert matcher(live, prompt).find().continuation == continuation
+    assert [text.client_key for text in live._texts] == ["", "a", "b"]
