@@ -45,7 +45,7 @@ def test_generate_gives_the_same_answer_with_and_without_a_draft(model_folder):
     ]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] == answers[2]["token_ids"]
     assert [answer["draft_version"] for answer in answers] == ["none", "untrained", model_folder.name]
-    assert answers[2]["acceptance_rate"] > 0.9  # the target as its own draft
+    assert answers[2]["acceptance_rate"] > 0.4  # the target as its own draft, and suffixes that are not always right
     assert answers[0]["acceptance_rate"] is None
 
 

@@ -52,7 +52,7 @@ def ask(url, number, max_tokens=48):
     return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
 
 
-def wait_for(look, seconds=30):
+def wait_for(look, seconds=60):
     deadline = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < deadline, "did not happen in time"
