@@ -197,7 +197,7 @@ class Engine:
         self._forgets_prefixes = True
 
     def offer_texts(self, route: str, texts: Traffic) -> None:
-        """From any thread: texts of an earlier process, in place of what the route's suffixes were found in so far."""
+        """From any thread: texts of an earlier process, as older than all that the route's suffixes are found in so far."""
         self._offered_texts.append((route, texts))
 
     def new_traffic(self) -> Traffic:

@@ -244,6 +244,7 @@ class Memory:
         self.copies = Counter(dict(counters["copies"]))
         self.trained_ids = set(counters["trained_ids"])
         self.newest_trained_id, self.num_trained = counters["newest_trained_id"], counters["num_trained"]
-        self.drift_id, self.num_trained_at_drift = counters["drift_id"], counters["num_trained_at_drift"]
-        self._num_after_drift = counters["num_after_drift"]
+        # Not in checkpoints of livedraft before 2026-12.
+        self.drift_id, self.num_trained_at_drift = counters.get("drift_id", 0), counters.get("num_trained_at_drift", 0)
+        self._num_after_drift = counters.get("num_after_drift", DRIFT_TRACES)
         self.vocabulary.restore(counters["vocabulary"])

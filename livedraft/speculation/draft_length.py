@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PROBE_INTERVAL = 64
 NUM_PROBE_TOKENS = 2
@@ -42,12 +42,19 @@ class CostModel:
     draft_seconds_by_requests: dict[int, float]
     draft_write_seconds: float = 0.0
     """A token that the draft's cache lacks and has to be written."""
+    _target: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _draft: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was asked before: a round asks for the same few counts dozens of times."""
 
     def target_seconds(self, num_rows: int) -> float:
-        return _interpolated(self.target_seconds_by_rows, num_rows)
+        if num_rows not in self._target:
+            self._target[num_rows] = _interpolated(self.target_seconds_by_rows, num_rows)
+        return self._target[num_rows]
 
     def draft_step_seconds(self, num_requests: int) -> float:
-        return _interpolated(self.draft_seconds_by_requests, num_requests)
+        if num_requests not in self._draft:
+            self._draft[num_requests] = _interpolated(self.draft_seconds_by_requests, num_requests)
+        return self._draft[num_requests]
 
     @property
     def draft_cost(self) -> float:

@@ -382,6 +382,11 @@ def test_after_a_drift_evidence_is_of_the_new_traffic_alone(state):
     other.restore(kept)
     assert other.drift_id == examples[14].trace_id
     assert other.num_trained_at_drift == made.memory.num_trained
+    for name in ("drift_id", "num_trained_at_drift", "num_after_drift"):  # a checkpoint from before they were kept
+        del kept[name]
+    other.restore(kept)
+    assert other.drift_id == 0
+    assert not other.is_drifting
 
 
 @pytest.mark.parametrize("is_better", [True, False])
