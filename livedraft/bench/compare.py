@@ -37,7 +37,8 @@ from livedraft.records import SamplingParams, UserError
 
 Answer = Callable[[list[int]], list[int]]
 ENGINES = (
-    "livedraft_plain", "livedraft_speculative", "transformers_generate", "transformers_assisted", "llama_cpp_plain",
+    "livedraft_plain", "livedraft_speculative", "livedraft_with_suffixes", "transformers_generate", "transformers_assisted",
+    "llama_cpp_plain",
     "llama_cpp_own_file", "llama_cpp_speculative", "vllm_plain", "vllm_speculative",
 )  # fmt: skip
 _START_SECONDS = 120.0
@@ -57,6 +58,7 @@ def run(
         contenders: dict[str, Answer] = {"livedraft_plain": Contender(llm, None, sampling)}
         if version is not None:
             contenders["livedraft_speculative"] = Contender(llm, version, sampling)
+            contenders["livedraft_with_suffixes"] = Contender(llm, version, sampling, uses_suffixes=True)
         contenders["transformers_generate"] = transformers_generate(llm, model, max_tokens, temperature)
         if assistant is not None:
             contenders["transformers_assisted"] = transformers_generate(llm, model, max_tokens, temperature, assistant)

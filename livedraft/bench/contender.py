@@ -11,16 +11,12 @@ from livedraft.speculation.stats import SpeculationStats
 class Contender:
     """Answers one tokenised prompt at a time, nothing stored, and counts its own speculation."""
 
-    def __init__(
-        self, llm: LLM, version: str | None, sampling: SamplingParams, *, uses_suffixes: bool | None = None
-    ) -> None:
-        """`version` as `LLM.resident_draft` takes it; None decodes without a draft. `uses_suffixes`: None is as the engine's
-        settings have it beside a draft, and not at all without one."""
+    def __init__(self, llm: LLM, version: str | None, sampling: SamplingParams, *, uses_suffixes: bool = False) -> None:
+        """`version` as `LLM.resident_draft` takes it; None decodes without a draft. What a draft is worth is measured without
+        suffixes, unless they are asked for."""
         draft = llm.resident_draft(version) if version else None
         self._llm, self._sampling = llm, sampling
-        self._drafting = llm.engine.new_drafting(
-            draft, llm.prior_of(draft), uses_suffixes=uses_suffixes if version or uses_suffixes else False
-        )
+        self._drafting = llm.engine.new_drafting(draft, llm.prior_of(draft), uses_suffixes=uses_suffixes)
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self.stats = SpeculationStats()
 

@@ -88,7 +88,7 @@ def _stream(
     contenders = {
         "plain": Contender(llm, None, sampling),
         "suffix": Contender(llm, None, sampling, uses_suffixes=True),
-        "draft": Contender(llm, version, sampling, uses_suffixes=False),
+        "draft": Contender(llm, version, sampling),
         "suffix_and_draft": Contender(llm, version, sampling, uses_suffixes=True),
     }
     for contender in contenders.values():

@@ -24,7 +24,7 @@ from livedraft.bench.alternate import Timing, alternate
 from livedraft.bench.contender import Contender
 from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
-from livedraft.config import EngineConfig, LearningConfig
+from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.device import num_available_cores
 from livedraft.draft_source import ROUTE, UNTRAINED
 from livedraft.drafts.database import DATABASE_NAME, read_status
@@ -73,6 +73,8 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
                 learning=LearningConfig(
                     level="on", seed=seed, num_threads=num_available_cores(), micro_batch_tokens=1024
                 ),
+                # What is watched is the draft: suffixes of a stream on one subject would be right from the start.
+                speculation=SpeculationConfig(suffix_decoding=False),
                 events=events,
             )
         )
@@ -190,7 +192,8 @@ def _figure(value: float | None) -> str:
 def _compare(
     llm: LLM, prompts: list[str], learned_version: str, model: str, log: _Log
 ) -> tuple[dict[str, Timing], dict[str, SpeculationStats], Sameness]:
-    """Plain, untrained and learned draft on the same held-out prompts, batch 1, greedy, in turn."""
+    """Plain, untrained and learned draft, and the learned one beside suffixes of each answer's own text, on the same held-out
+    prompts, batch 1, greedy, in turn."""
     log.print(f"Learning stopped. {len(prompts)} held-out prompts, {NUM_ALTERNATIONS} alternations, batch 1:")
     sampling = SamplingParams(max_tokens=HELD_OUT_MAX_TOKENS)
     token_ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
@@ -198,6 +201,7 @@ def _compare(
         name: Contender(llm, version, sampling)
         for name, version in (("plain", None), ("untrained", UNTRAINED), ("learned", learned_version))
     }
+    contenders["with_suffixes"] = Contender(llm, learned_version, sampling, uses_suffixes=True)
     for contender in contenders.values():
         contender(token_ids[0])
         contender.stats = SpeculationStats()
@@ -210,7 +214,7 @@ def _compare(
         timings[name].extend(timing)
     plain = timings["plain"].outputs
     same = Sameness()
-    for name in ("untrained", "learned"):
+    for name in ("untrained", "learned", "with_suffixes"):
         same = same + compare_outputs(token_ids, plain, timings[name].outputs, resolve_model(model))
     return timings, stats, same
 
@@ -236,6 +240,7 @@ def _result(
         "learned_version": learned_version,
         **{f"{name}_tokens_per_second": round(timing.tokens_per_second(), 2) for name, timing in timings.items()},
         "speedup": round(speedup(timings["plain"], timings["learned"]), 3),
+        "speedup_with_suffixes": round(speedup(timings["plain"], timings["with_suffixes"]), 3),
         "same_output": same.num_same,
         "near_ties": len(same.near_tie_gaps),
         "near_tie_gaps": same.near_tie_gaps,
@@ -259,6 +264,11 @@ def speedup(plain: Timing, other: Timing) -> float:
     return median(b / a for a, b in zip(plain.speeds(), other.speeds(), strict=True))
 
 
+_LABELS = {
+    "plain": "plain", "untrained": "untrained draft", "learned": "learned draft", "with_suffixes": "learned draft, suffixes",
+}  # fmt: skip
+
+
 def _print_result(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -266,7 +276,7 @@ def _print_result(result: dict[str, Any]) -> None:
     table = Table(
         "", "tokens/s", "acceptance rate", "mean acceptance length", title="Held-out prompts, batch 1, greedy"
     )
-    for name, label in (("plain", "plain"), ("untrained", "untrained draft"), ("learned", "learned draft")):
+    for name, label in _LABELS.items():
         draft = result["drafts"][name]
         table.add_row(
             label,
@@ -280,7 +290,8 @@ def _print_result(result: dict[str, Any]) -> None:
         f" ({result['near_ties']} parted at a near tie, gaps {result['near_tie_gaps']})" if result["near_ties"] else ""
     )
     console.print(
-        f"Learned draft: {result['speedup']:.2f} x plain. Alpha {result['alpha_start']:.2f} -> {result['alpha_end']:.2f} "
+        f"Learned draft: {result['speedup']:.2f} x plain, {result['speedup_with_suffixes']:.2f} x with suffixes. "
+        f"Alpha {result['alpha_start']:.2f} -> {result['alpha_end']:.2f} "
         f"over {result['requests']} requests, {result['versions_promoted']} versions promoted.\n"
         f"Same output: {result['same_output']} of {result['compared']}{gaps}. "
         f"{result['repeated_8_gram_share']:.0%} of the held-out answers' 8-grams occur in training answers.",
