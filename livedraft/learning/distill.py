@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from livedraft.config import DistillConfig
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import Example
+from livedraft.learning.checkpoint import read_checkpoint, write_checkpoint
 from livedraft.learning.selection import Selection
 from livedraft.learning.trainer import BadStepError, Score, StepReport, Trainer
 from livedraft.records import UserError
@@ -212,11 +212,9 @@ class Distillation:
             "step": step, "metrics_bytes": metrics.stat().st_size, "flops": self._flops, "seconds": self._seconds,
             "num_tokens": self._num_tokens,
         }  # fmt: skip
-        part = self.folder / f"{CHECKPOINT_NAME}.part"
-        tensors = {name: tensor.contiguous() for name, tensor in self.trainer.state_tensors().items()}
-        with _writing(part):
-            save_file(tensors, part, metadata={"progress": json.dumps(metadata)})
-            os.replace(part, self.folder / CHECKPOINT_NAME)
+        path = self.folder / CHECKPOINT_NAME
+        with _writing(path):
+            write_checkpoint(path, self.trainer.state_tensors(), metadata)
 
     def _restore(self) -> int:
         """The step the last checkpoint was made at; 0 without one."""
@@ -228,9 +226,8 @@ class Distillation:
             self.trainer.ranks.wait()
             return 0
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = json.loads(file.metadata()["progress"])
-                self.trainer.load_state_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors, metadata = read_checkpoint(path)
+            self.trainer.load_state_tensors(tensors)
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}); delete it to train from the start.") from error
         self.trainer.flops = metadata["flops"]

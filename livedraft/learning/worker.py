@@ -31,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from livedraft.config import LearningConfig
 from livedraft.drafts.database import read_controls, record_events, write_status
-from livedraft.drafts.registry import Registry, fsync_path, new_version_id
+from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
 from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.checkpoint import read_checkpoint, write_checkpoint
 from livedraft.learning.drift import DriftWatch
+from livedraft.learning.earlier import EarlierDrafts
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import Memory
 from livedraft.learning.process import CHECKPOINT_NAME, EXIT_BAD_INPUT, open_yield_flag
@@ -55,8 +56,6 @@ BUSY_PAUSE_SECONDS = {"gentle": 10.0, "on": 0.5, "eager": 0.0}
 """Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
 LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
 """While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
-MAX_EARLIER = 3
-"""Drafts of earlier traffic that are tried again when the traffic changes."""
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = 5.0
 """The status is written when it changes, and its figures at least this often."""
@@ -100,10 +99,7 @@ class Worker:
         self.num_bad_steps = 0
         self.last_problem = ""
         self.drift = DriftWatch()
-        self.earlier: dict[str, DraftWeights] = {}
-        """By version: what served each earlier traffic when it changed, the latest last; gone when this process ends."""
-        self._untried: list[DraftWeights] = []
-        """Of them, those to be tested on the traffic that is now."""
+        self.earlier = EarlierDrafts()
         self.num_drifts = 0
         self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
         self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
@@ -328,44 +324,29 @@ class Worker:
             self.candidate = None
         served = self._draft(self.in_service.id)
         if served is not None:
-            self._untried = [weights for weights in self.earlier.values() if weights is not served]
-            self.earlier.pop(self.in_service.id, None)
-            self.earlier[self.in_service.id] = served
-            while len(self.earlier) > MAX_EARLIER:
-                self.earlier.pop(next(iter(self.earlier)))
+            self.earlier.traffic_changed(self.in_service.id, served)
         self._emit("drift", alpha=drift.alpha, before=drift.before)
 
     def _try_earlier(self) -> None:
-        """Traffic that is new may be old traffic come back: what served each earlier one at its end is tested on what has come
-        since the change, and the best that passes the gate is a canary at once; training goes on from it."""
-        evidence = self.memory.since_drift() if self._untried else []
+        """What served earlier traffic is tested on the new (`earlier.py`); the best that passes is a canary at once, and
+        training goes on from it."""
+        evidence = self.memory.since_drift() if self.earlier.untried else []
         if not self._is_enough(evidence) or self.canary is not None:
             return
         parent = [score.alpha_served for score in self._scores(self.in_service.id, evidence)]
-        num_positions = sum(example.num_positions for example in evidence)
-        best: tuple[gate.GateDecision, float, DraftWeights] | None = None
-        for number, weights in enumerate(self._untried, start=1):
-            scores = self.trainer.score(evidence, weights, self._between)
-            decision = gate.decide(
-                [score.alpha_served for score in scores], parent, num_positions=num_positions, test_number=number,
-                seed=self.config.seed,
-            )  # fmt: skip
-            if decision.promote and (best is None or decision.candidate_alpha > best[0].candidate_alpha):
-                best = decision, _mean([score.alpha for score in scores]), weights
-        if best is None:
-            self._untried = []
-            return
-        decision, alpha, weights = best
-        if self.candidate is not None:
-            self.registry.reject_candidates(self.route)
-            self.candidate = None
-        version = self._publish(weights)
-        fields = {**decision.as_fields(), "alpha": alpha}
-        self.registry.start_canary(version.id, fields)
-        self._untried = []  # only now: a database that is locked costs a turn, not the draft
-        self.trainer.restart_from(weights)
-        self.canary = version
-        self._emit("earlier_draft_again", version=version.id, **fields)
+        with self._timed():
+            found = self.earlier.best(evidence, parent, self.trainer, self._between, seed=self.config.seed)
+        if found is not None:
+            if self.candidate is not None:
+                self.registry.reject_candidates(self.route)
+                self.candidate = None
+            version = self._publish(found.weights)
+            fields = {**found.decision.as_fields(), "alpha": found.alpha}
+            self.registry.start_canary(version.id, fields)
+            self.trainer.restart_from(found.weights)
+            self.canary = version
+            self._emit("earlier_draft_again", version=version.id, **fields)
+        self.earlier.untried = []  # only now: a database that is locked costs a turn, not the draft
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -609,22 +590,16 @@ class Worker:
             "is_rate_chosen": self.rate_trial is None,
             "in_service": self.in_service.id,
         }
-        temporary = self._checkpoint_path.with_suffix(".tmp")
         try:
-            save_file(self.trainer.state_tensors(), temporary, metadata={"counters": json.dumps(counters)})
-            fsync_path(temporary)
-            os.replace(temporary, self._checkpoint_path)
+            write_checkpoint(self._checkpoint_path, self.trainer.state_tensors(), counters)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
             self._say_problem(f"the checkpoint could not be written: {error}")
 
     def _resume(self) -> None:
         """Go on where the last checkpoint was; from the version in service when there is none or it is damaged, and with its
         weights when another version serves now."""
         try:
-            with safe_open(self._checkpoint_path, framework="pt") as file:
-                counters = json.loads(file.metadata()["counters"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            tensors, counters = read_checkpoint(self._checkpoint_path)
             if counters["in_service"] == self.in_service.id:
                 self.trainer.load_state_tensors(tensors)
         except FileNotFoundError:

@@ -401,7 +401,7 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
     served = made._draft(made.in_service.id)
     target = draft_from_target(MODEL, num_layers=MODEL.config.num_layers, token_ids=list(range(64)))
     useless = dataclasses.replace(served, tensors={n: 0.0 * t for n, t in served.tensors.items()})
-    made.earlier = {"v8": useless, "v9": target if is_better else useless}
+    made.earlier.drafts = {"v8": useless, "v9": target if is_better else useless}
     watch(made, 80, 0.9, first_id=ids[0] - 1000)
     watch(made, 16, 0.1, first_id=ids[-16])
     made._try_earlier()  # 16 short answers are not enough evidence
@@ -409,8 +409,9 @@ def test_when_earlier_traffic_comes_back_its_draft_is_tried_again(state, is_bett
     made.memory.drift_id = ids[-24]
     made._try_earlier()
     assert made.num_drifts == 1
-    assert list(made.earlier) == ["v8", "v9", made.in_service.id]  # what serves now is remembered for next time
-    assert made.earlier[made.in_service.id] is served
+    assert list(made.earlier.drafts) == ["v8", "v9", made.in_service.id]  # what serves now is remembered for next time
+    assert made.earlier.drafts[made.in_service.id] is served
+    assert made.earlier.untried == []
     assert (made.canary is not None) == is_better
     if is_better:
         row = made.registry.version(made.canary.id)
