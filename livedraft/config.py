@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,6 +10,13 @@ Loss = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "hybri
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 LEARNING_RATES = (3e-3, 1e-3)
 """What a stream's own rate is chosen from where none is given."""
+
+
+ROUTE_NAME_RULE = "1 to 40 lower-case letters, digits, dashes and underscores"
+
+
+def is_route_name(name: str) -> bool:
+    return re.fullmatch(r"[a-z0-9_-]{1,40}", name) is not None
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -170,6 +178,50 @@ class LearningConfig:
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
         _require(0.0 <= self.replay_spacing < 1.0, f"replay_spacing must lie in [0, 1), got {self.replay_spacing}.")
         _require(self.replay_per_new >= 0, f"replay_per_new must not be negative, got {self.replay_per_new}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteRule:
+    """Requests to which all that is given applies go to `route`."""
+
+    route: str
+    api_key: str | None = None
+    """One of the server's api_keys."""
+    language: str | None = None
+    """As ISO 639 has it: en, de, ja."""
+    system_prompt_contains: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(is_route_name(self.route), f"route must be {ROUTE_NAME_RULE}, got {self.route!r}.")
+        conditions = (self.api_key, self.language, self.system_prompt_contains)
+        _require(any(conditions), "a rule needs api_key, language or system_prompt_contains.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """Which requests get a draft of their own."""
+
+    enabled: bool = True
+    """false: one draft for everything."""
+    by: tuple[Literal["api_key", "system_prompt", "language", "topic"], ...] = ("system_prompt", "language", "topic")
+    """What streams of traffic are told apart by, in this order; a client's own word and the rules go before."""
+    rules: tuple[RouteRule, ...] = ()
+    main_language: str = "en"
+    """Its requests are told apart by topic, those of other languages by language."""
+    num_topics: int = 8
+    max_drafts: int = 8
+    """The most routes with a draft of their own; each costs memory in training and in serving."""
+    min_requests: int = 64
+    """Training requests of a stream before it may get a draft of its own."""
+    idle_days: float = 7.0
+    """A route without a request for so long gives its draft's place up."""
+
+    def __post_init__(self) -> None:
+        names = ("api_key", "system_prompt", "language", "topic")
+        _require(set(self.by) <= set(names), f"by may hold {', '.join(names)}, got {self.by!r}.")
+        for name in ("num_topics", "max_drafts", "min_requests"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
+        _require(self.idle_days > 0, f"idle_days must be above 0, got {self.idle_days}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
+from livedraft.config import EngineConfig, LearningConfig, RoutingConfig, SpeculationConfig
 from livedraft.device import (
     ExecutionPath,
     choose_execution_path,
     num_available_cores,
     use_threads,
 )
-from livedraft.draft_source import ROUTE, DraftSource, is_whole_model, tokenizer_of, untrained_draft
+from livedraft.draft_source import DraftSource, is_whole_model, tokenizer_of, untrained_draft
 from livedraft.drafts.registry import Registry, lock_state
 from livedraft.drafts.weights import DraftWeights
 from livedraft.engine.engine import Engine
@@ -39,16 +39,28 @@ from livedraft.events import Events
 from livedraft.learning.capture import Capture, conversation_key, load_secret
 from livedraft.learning.process import TrainerProcess, worker_command
 from livedraft.learning.redaction import load_redactor, redacted
-from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
+from livedraft.learning.store import Streams, TraceStore, clear_memory, keep_in_memory
 from livedraft.models.native import quantized, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.models.step import ModelStep
-from livedraft.records import DraftVersion, Request, SamplingParams, Trace, UserError, text_token_ids
+from livedraft.records import (
+    DEFAULT_ROUTE,
+    DraftVersion,
+    Request,
+    RouteHints,
+    SamplingParams,
+    Trace,
+    UserError,
+    text_token_ids,
+)
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.tokenizer import Message, TextStream
 from livedraft.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from livedraft.drafts.router import Router
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Plain text, chat messages (the model's template is applied), or token ids."""
@@ -90,12 +102,14 @@ class LLM:
         engine: EngineConfig | None = None,
         speculation: SpeculationConfig | None = None,
         learning: LearningConfig | None = None,
+        routing: RoutingConfig | None = None,
         events: Events | None = None,
     ) -> None:
         if learn and state is None:
             raise ValueError("learn needs a state folder for traces and drafts; give state=.")
         self.events = events or Events()
         self.learning = learning or LearningConfig()
+        self.routing = routing or RoutingConfig()
         self._speculation = speculation or SpeculationConfig()
         if draft == "none" and self._speculation.uses_draft:
             self._speculation = replace(self._speculation, method="none")
@@ -109,6 +123,7 @@ class LLM:
         self._state_lock: TextIO | None = None
         self.capture: Capture | None = None
         self.swap: SwapWatcher | None = None
+        self.router: Router | None = None
         self.upkeep: Upkeep | None = None
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
@@ -168,6 +183,10 @@ class LLM:
         resident = None if self.has_no_draft_by_choice else self._drafts.first(draft)
         # The key of the hashes by which conversations and clients are known.
         self.secret = load_secret(self.state) if self.state is not None else os.urandom(32)
+        if self.routing.enabled and self.state is not None and self._speculation.uses_draft:
+            from livedraft.drafts.router import Router  # not before it is needed: it imports scikit-learn
+
+            self.router = Router(self.routing, secret=self.secret, folder=self.state)
         if self._learns and self.state is not None:
             self.capture = Capture(TraceStore(self.state), self.events, redact=self._redaction())
         self.engine = Engine(
@@ -188,14 +207,14 @@ class LLM:
             threading.Thread(target=self._remember_texts, name="livedraft-texts", daemon=True).start()
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
-        serving = self.registry.in_service(ROUTE) if self.registry else None
+        serving = self.registry.in_service(DEFAULT_ROUTE) if self.registry else None
         if self.registry is not None and serving is not None and serving.id == self.engine.draft_version:
             assert self.upkeep is not None
             self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
             self.swap = SwapWatcher(
                 self.engine,
                 self.registry,
-                route=ROUTE,
+                max_drafts=self.routing.max_drafts if self.routing.enabled else 0,
                 build=lambda version: self.resident_draft(version.id),
                 events=self.events,
                 after_look=self.upkeep.look,
@@ -208,8 +227,8 @@ class LLM:
                 worker_command(
                     state=self.state,
                     target=model_path,
-                    route=ROUTE,
                     config=self.learning,
+                    routing=self.routing,
                     max_positions=self._engine_config.max_model_len,
                 ),
                 state=self.state,
@@ -241,9 +260,10 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         id: str | None = None,
         client: str = "",
+        hints: RouteHints | None = None,
     ) -> Request:
         """Tokenise a prompt into a request; the chat template is applied to messages here and nowhere else. `client` says who
-        asks: only its keyed hash is kept, for limits and deletion.
+        asks: only its keyed hash is kept, for limits and deletion. `hints` say more of its stream of traffic than the text.
 
         Raises UserError for messages or tools the template does not take.
         """
@@ -257,11 +277,21 @@ class LLM:
             id=id or f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
             prompt_token_ids=tuple(token_ids),
             sampling=sampling or SamplingParams(),
-            route=ROUTE,
+            route=self._route(prompt, hints or RouteHints()),
             store=store,
             conversation_key=conversation_key(root, self.secret),
             client_key=conversation_key([client], self.secret) if client else "",
         )
+
+    def _route(self, prompt: Prompt, hints: RouteHints) -> str:
+        if self.router is None:
+            return DEFAULT_ROUTE
+        if isinstance(prompt, str):
+            return self.router.route_of("", prompt, hints)
+        if not prompt or isinstance(prompt[0], int):
+            return self.router.route_of("", "", hints)
+        system, user = root_texts(prompt)  # type: ignore[arg-type]  # messages
+        return self.router.route_of(system, user, hints)
 
     def loop(self) -> EngineLoop:
         """Hand the engine to a thread of its own, for a server. From then on `generate`, `add` and `run` are refused."""
@@ -364,10 +394,14 @@ class LLM:
         """What earlier processes served here, read while this one serves already."""
         assert self.upkeep is not None
         most = self._speculation.suffix_traffic_tokens
+        assert self.registry is not None
         try:
-            texts = self.upkeep.read_texts(ROUTE, self.engine.new_traffic(), most)
-            if texts is not None:
-                self.engine.offer_texts(ROUTE, texts)
+            routes = [route for route in self.registry.routes() if route != DEFAULT_ROUTE]
+            parts = {route: Streams(names=(route,), are_left_out=False) for route in routes}
+            for route, streams in {DEFAULT_ROUTE: Streams(names=tuple(routes)), **parts}.items():
+                texts = self.upkeep.read_texts(streams, self.engine.new_traffic(), most)
+                if texts is not None:
+                    self.engine.offer_texts(route, texts)
         except (UserError, sqlite3.Error) as error:
             self.events.emit("texts_not_read", reason=str(error))
 
@@ -420,3 +454,9 @@ def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
     root = [(message["role"], str(message["content"])) for message in messages if message["role"] == "system"][:1]
     first_user = next((message for message in messages if message["role"] == "user"), None)
     return root if first_user is None else [*root, ("user", str(first_user["content"]))]
+
+
+def root_texts(messages: Sequence[Message]) -> tuple[str, str]:
+    """(system prompt, first user message)."""
+    root = dict(_conversation_root(messages))
+    return root.get("system", ""), root.get("user", "")

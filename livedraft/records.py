@@ -23,6 +23,8 @@ MAX_LOGPROBS = 20
 """The most alternatives a request may ask for at each output position, as in OpenAI's API."""
 
 
+DEFAULT_ROUTE = "default"
+"""Of all requests that belong to no other stream, or to one without a draft of its own."""
 HELD_OUT_SHARE = 10
 """One conversation in so many is never learnt from: what a new draft is measured on."""
 
@@ -122,13 +124,22 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouteHints:
+    """What is known of a request's origin beside its text."""
+
+    named: str = ""
+    """The client's own word for its stream of traffic."""
+    api_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt on its way to the engine. `store=False` keeps it out of the trace store."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    route: str = "default"
+    route: str = DEFAULT_ROUTE
     store: bool = True
     conversation_key: str = ""
     """Keyed hash of the conversation's root (system and first user message); decides the held-out split."""

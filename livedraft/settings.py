@@ -21,6 +21,7 @@ from livedraft.config import (
     DistillRunConfig,
     EngineConfig,
     LearningConfig,
+    RoutingConfig,
     ServedModelConfig,
     ServerConfig,
     SpeculationConfig,
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type] = {
     "engine": EngineConfig,
     "speculation": SpeculationConfig,
     "learning": LearningConfig,
+    "routing": RoutingConfig,
     "server": ServerConfig,
 }
 
@@ -50,6 +52,7 @@ class Settings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     learning: LearningConfig = field(default_factory=LearningConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def shown(self) -> dict[str, dict[str, Any]]:

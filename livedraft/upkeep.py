@@ -17,8 +17,8 @@ from livedraft.config import LearningConfig
 from livedraft.drafts.database import read_controls, record_events, set_damaged_database_aside, write_status
 from livedraft.drafts.registry import Registry
 from livedraft.events import Event, Events
-from livedraft.learning.process import CHECKPOINT_NAME
-from livedraft.learning.store import TraceStore
+from livedraft.learning.process import CHECKPOINTS
+from livedraft.learning.store import Streams, TraceStore
 from livedraft.records import UserError
 from livedraft.speculation.suffix import Traffic
 
@@ -54,7 +54,8 @@ class Upkeep:
         aside = set_damaged_database_aside(self._state)
         if aside is not None:
             # Rows get other numbers in the new one, and the trainer's checkpoint knows traces by theirs.
-            (self._state / CHECKPOINT_NAME).unlink(missing_ok=True)
+            for checkpoint in self._state.glob(CHECKPOINTS):
+                checkpoint.unlink(missing_ok=True)
             self._events.emit("database_damaged", kept_as=aside.name)
         versions, traces = Registry(self._state).reconcile(), self._store.reconcile()
         if versions:
@@ -66,12 +67,12 @@ class Upkeep:
         """The engine is there: `report` says what serving has used."""
         self._forget_prefixes, self._report = forget_prefixes, report
 
-    def read_texts(self, route: str, texts: Traffic, most_tokens: int) -> Traffic | None:
-        """What the newest traces of a route said, for suffixes; the oldest of them first. Held-out ones are left out. None when
-        something was deleted meanwhile. From any thread."""
+    def read_texts(self, streams: Streams, texts: Traffic, most_tokens: int) -> Traffic | None:
+        """What the newest traces of some streams said, for suffixes; the oldest of them first. Held-out ones are left out. None
+        when something was deleted meanwhile. From any thread."""
         store, forgotten = TraceStore(self._state), read_controls(self._state)["forget"]
         rows, num_tokens = [], 0
-        for row in reversed(store.rows(route=route, limit=-1)):
+        for row in reversed(store.rows(streams=streams, limit=-1)):
             if num_tokens > most_tokens:
                 break
             if not row.is_held_out and (trace := store.read(row)) is not None:

@@ -56,6 +56,14 @@ def median_with_lower_bound(
     return float(np.median(values)), float(np.quantile(np.median(values[picks], axis=1), 0.05))
 
 
+def mean_with_bounds(values: Sequence[float], seed: int = 0, *, num_resamples: int = 4000) -> dict[str, float]:
+    """The mean and its 95 % interval by bootstrap."""
+    array = np.asarray(values)
+    picks = np.random.default_rng(seed).integers(0, len(array), size=(num_resamples, len(array)))
+    low, high = np.quantile(array[picks].mean(axis=1), (0.025, 0.975))
+    return {"mean": round(float(array.mean()), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
 def alternate(
     contenders: Mapping[str, Callable[[Prompt], list[int]]],
     prompts: Sequence[Prompt],

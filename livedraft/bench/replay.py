@@ -26,9 +26,8 @@ import numpy as np
 
 from livedraft.bench.outputs import check_outputs
 from livedraft.bench.prompts import read_prompts
-from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig
+from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig, RoutingConfig
 from livedraft.device import num_available_cores
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
@@ -39,7 +38,7 @@ from livedraft.learning.trainer import Trainer
 from livedraft.learning.worker import Worker
 from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
-from livedraft.records import DraftVersion, SamplingParams, Trace, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message
 
 T = TypeVar("T")
@@ -100,7 +99,7 @@ def run(
     as_json: bool,
 ) -> None:
     check_outputs(files=(save_traces,), plot=plot)
-    report = _reporter()
+    report = reporter()
     results: dict[str, ArmResult] = {}
     with tempfile.TemporaryDirectory() as folder:
         if not from_traces:
@@ -118,7 +117,7 @@ def run(
                 )
                 arms = [arm for arm in arms if arm != "livedraft"]
             else:
-                traces, learner = _record(prompts, sampling, concurrency, model, dtype, learning, report)
+                traces, learner = record(prompts, sampling, concurrency, model, dtype, learning, report)
         else:
             recorded = {path.stem: read_recorded(path) for path in from_traces}
             ordered = _ordered(recorded, limit, shift=shift, mix=mix, seed=learning.seed)
@@ -200,8 +199,9 @@ def _serve_live(
     # Bursts and pauses: while the trainer works nobody is served, so it may have the whole machine.
     learning = replace(learning, num_threads=num_available_cores(), micro_batch_tokens=1024)
     result = ArmResult()
-    with LLM(model, state=state, learn=True, dtype=dtype, engine=config, learning=learning) as llm:
-        learner = _learner_of(llm, model, learning, concurrency)
+    one_draft = RoutingConfig(enabled=False)  # what `bench routes` is for
+    with LLM(model, state=state, learn=True, dtype=dtype, engine=config, learning=learning, routing=one_draft) as llm:
+        learner = learner_of(llm, model, learning, concurrency)
         store, registry = TraceStore(state), Registry(state)
         num_tokens, started, serve_seconds = 0, time.perf_counter(), 0.0
         for first in range(0, len(prompts), concurrency):
@@ -227,7 +227,7 @@ def _serve_live(
     return result, traces, learner
 
 
-def _record(
+def record(
     prompts: list[tuple[str, list[Message]]],
     sampling: SamplingParams,
     concurrency: int,
@@ -239,7 +239,7 @@ def _record(
     """Served plainly, nothing learnt: the target's verdicts are the same, and nobody waits for a trainer."""
     found: dict[str, Trace] = {}
     with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=concurrency)) as llm:
-        learner = _learner_of(llm, model, learning, concurrency)
+        learner = learner_of(llm, model, learning, concurrency)
         llm.engine.offer_draft(None)
         llm.engine.trace_sink = lambda trace: found.update({trace.request_id: trace})
         requests = [
@@ -258,9 +258,9 @@ def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) 
         last = store.rows(after_id=num_requests - 1)
         is_scored = bool(last) and last[-1].alpha is not None
         if is_scored and read_status(llm.state, "trainer").get("status") == "waiting for traces":
-            serving = registry.in_service(ROUTE)
+            serving = registry.in_service(DEFAULT_ROUTE)
             llm.engine.take_up_offered_draft()
-            is_seen = registry.canary(ROUTE) is None or llm.engine.drafting.second is not None
+            is_seen = registry.canary(DEFAULT_ROUTE) is None or llm.engine.drafting.second is not None
             if serving is not None and serving.id == llm.engine.draft_version and is_seen:
                 return
         time.sleep(0.02)
@@ -275,9 +275,9 @@ def _read_outcome(
     result.alphas = [row.alpha for row in rows if row.alpha is not None]
     result.versions = [row.draft_version for row in rows]
     result.train_seconds, result.train_flops = train_seconds, train_flops
-    serving = registry.in_service(ROUTE)
+    serving = registry.in_service(DEFAULT_ROUTE)
     result.last_version = registry.folder(serving.id) if serving else None
-    for row in registry.versions(ROUTE):
+    for row in registry.versions(DEFAULT_ROUTE):
         if row["decision"] and row["status"] in ("in_service", "retired"):
             result.num_promoted += 1
             result.gate_alphas[row["id"]] = row["decision"]["alpha"]
@@ -288,10 +288,10 @@ def _read_outcome(
 
 def _learner(model: str, dtype: str, learning: LearningConfig, burst: int) -> Learner:
     with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=1, num_prefix_slots=0)) as llm:
-        return _learner_of(llm, model, learning, burst)
+        return learner_of(llm, model, learning, burst)
 
 
-def _learner_of(llm: LLM, model: str, learning: LearningConfig, burst: int) -> Learner:
+def learner_of(llm: LLM, model: str, learning: LearningConfig, burst: int) -> Learner:
     weights, version = llm.untrained_draft()
     return Learner(
         target=resolve_model(model),
@@ -326,20 +326,28 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
     store, registry = TraceStore(folder), Registry(folder)
     registry.publish(lambda path: save_draft(learner.untrained, path), learner.version, status="in_service")
     worker = Worker(
-        state=folder, target=learner.target, route=ROUTE, config=learner.config, max_positions=learner.max_positions
+        state=folder,
+        target=learner.target,
+        route=DEFAULT_ROUTE,
+        config=learner.config,
+        max_positions=learner.max_positions,
     )
     for first in range(0, len(traces), learner.burst):
         serving = worker.in_service.id
         store.append([replace(trace, draft_version=serving) for trace in traces[first : first + learner.burst]])
         while worker.turn():
-            # Live, a canary waits for a few requests; the watch is not what is measured here.
-            canary = registry.canary(ROUTE)
-            if canary is not None:
-                registry.serve(canary.id, ROUTE, {})
+            serve_canaries(registry, DEFAULT_ROUTE)
         report(f"livedraft, {first + learner.burst} of {len(traces)} recorded requests, draft {worker.in_service.id}")
     result = ArmResult()
     _read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
     return result
+
+
+def serve_canaries(registry: Registry, route: str) -> None:
+    """Live, a canary waits for a few requests; the watch is not what is measured here."""
+    canary = registry.canary(route)
+    if canary is not None:
+        registry.serve(canary.id, route, {})
 
 
 def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str], None]) -> ArmResult:
@@ -428,7 +436,7 @@ def _means(values: Sequence[float], size: int) -> list[float]:
     return [_mean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
-def _reporter() -> Callable[[str], None]:
+def reporter() -> Callable[[str], None]:
     def report(line: str) -> None:
         print(f"\r{line:<90}", end="", file=sys.stderr, flush=True)
 

@@ -218,6 +218,34 @@ def bench_serve(
     )  # fmt: skip
 
 
+@bench_app.command("routes")
+def bench_routes(
+    prompts: Annotated[list[Path], typer.Option(help="JSON lines, one file a group of streams.")],
+    limit: Annotated[int, typer.Option(min=8, help="Prompts of each file, from the whole of it.")] = 200,
+    from_traces: Annotated[
+        list[Path] | None, typer.Option(help="Their recorded responses; may be given several times.")
+    ] = None,
+    save_traces: Annotated[Path | None, typer.Option(help="Record the responses here.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the order and of training.")] = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    config: ConfigFile = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Several drafts against one at equal updates, on a mixed stream; and how well requests find the right one."""
+    settings = settings_of(config, learning={"seed": seed})
+    from livedraft.bench.routes import run
+    from livedraft.device import num_available_cores, use_threads
+
+    use_threads(threads or num_available_cores())
+    run(
+        prompt_files=prompts, limit=limit, from_traces=from_traces or [], save_traces=save_traces, max_tokens=max_tokens,
+        model=model, dtype=dtype, learning=settings.learning, routing=settings.routing, as_json=as_json,
+    )  # fmt: skip
+
+
 @bench_app.command("replay")
 def bench_replay(
     prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines; may be given several times.")] = None,

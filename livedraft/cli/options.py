@@ -20,7 +20,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the serving
 Draft = Annotated[str, typer.Option(help="auto, none, untrained, a version id, or a draft's or small model's folder.")]
 DEFAULT_MODEL = "smollm2-135m"
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML file with [model], [engine], [speculation], [learning], [server].")
+    Path | None, typer.Option("--config", help="TOML file of settings; `livedraft config show` prints all of them.")
 ]
 NumSpeculative = Annotated[int | None, typer.Option(help="Fixed draft length; left out, costs decide.")]
 

@@ -25,11 +25,13 @@ from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
-from livedraft.drafts.database import open_database
+from livedraft.drafts.database import open_database, read_status
 from livedraft.drafts.weights import DamagedDraftError, DraftWeights, file_sha256, load_draft
-from livedraft.records import DraftVersion, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, UserError
 
 WEIGHTS_NAME, MANIFEST_NAME, POINTER_NAME = "draft.safetensors", "manifest.json", "in_service.json"
+ROUTING_STATUS = "routing"
+"""The status row in which the trainer says which route's draft serves which stream."""
 NUM_KEPT_VERSIONS = 6
 """Folders of replaced versions that stay on disk, the newest of each route; rows and their numbers stay for good."""
 
@@ -150,6 +152,19 @@ class Registry:
         self.note(current.id, reason)  # its numbers say why it left
         return self.serve(before, route, {}, status_of_current="rolled_back")
 
+    def close_route(self, route: str, reason: dict[str, Any]) -> None:
+        """Nothing is in service there any more: the default route's draft takes its requests. Raises UserError for that one."""
+        if route == DEFAULT_ROUTE:
+            raise UserError("The default route cannot be closed: its draft serves whatever no other route does.")
+        with open_database(self.state) as database:
+            for version_id, status in database.execute(
+                "SELECT id, status FROM versions WHERE route = ? AND status IN ('in_service', 'canary', 'candidate')",
+                (route,),
+            ).fetchall():
+                _decide(database, version_id, "retired" if status == "in_service" else "rejected", reason)
+        self._point_to(None, route)
+        self._prune(route)
+
     def set_aside(self, version_id: str, reason: str) -> None:
         """A folder that cannot be used is kept under another name, for whoever wants to look."""
         folder = self.folder(version_id)
@@ -169,10 +184,11 @@ class Registry:
         for (version_id,) in old:
             shutil.rmtree(self.folder(version_id), ignore_errors=True)
 
-    def _point_to(self, version_id: str, route: str) -> None:
+    def _point_to(self, version_id: str | None, route: str) -> None:
         """Beside the folders, for a database that has to be rebuilt. A full disk costs the pointer, not the promotion."""
         try:
-            pointers = self._pointers() | {route: version_id}
+            pointers = {**self._pointers(), route: version_id}
+            pointers = {name: pointed for name, pointed in pointers.items() if pointed is not None}
             temporary = self.drafts_folder / f".{POINTER_NAME}.{uuid.uuid4().hex}"
             temporary.write_text(json.dumps(pointers), encoding="utf-8")
             fsync_path(temporary)
@@ -215,6 +231,19 @@ class Registry:
         return found
 
     # --- reading ----------------------------------------------------------------------------------------------------
+
+    def routes(self) -> list[str]:
+        """Those with a draft in service, the oldest first."""
+        with open_database(self.state) as database:
+            rows = database.execute(
+                "SELECT route FROM versions GROUP BY route HAVING max(status = 'in_service') ORDER BY min(rowid)"
+            ).fetchall()
+        return [route for (route,) in rows]
+
+    def assignments(self) -> dict[str, str]:
+        """Streams that another route's draft serves, by what the trainer has found (`learning/routing.py`)."""
+        found = read_status(self.state, ROUTING_STATUS).get("assignments", {})
+        return {str(stream): str(route) for stream, route in found.items()}
 
     def in_service(self, route: str) -> DraftVersion | None:
         return self._newest(route, "in_service")

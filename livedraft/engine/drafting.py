@@ -1,8 +1,9 @@
 """Who drafts for which request, and how many tokens.
 
-One draft is in service. For a while after a change a second one stands beside it on a small share of the requests: a canary
-that has to show itself live, or the version it replaced, kept to compare with (`engine/watch.py` judges, `engine/swap.py`
-acts). Requests are shared out by a hash of their id, so neither side gets other traffic than the other.
+One draft is in service on each route that has one; all other requests are the default route's. For a while after a change a
+second one stands beside it on a small share of the requests: a canary that has to show itself live, or the version it
+replaced, kept to compare with (`engine/watch.py` judges, `engine/swap.py` acts). Requests are shared out by a hash of their
+id, so neither side gets other traffic than the other.
 
 A version changes nothing but speed (lossless rule 8), so a change may come between any two rounds: running requests move
 over, and their draft cache is rebuilt by the rule of lag.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry
 from livedraft.events import Events
-from livedraft.records import Proposal
+from livedraft.records import DEFAULT_ROUTE, Proposal, Request
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.prediction import VERSION as PREDICTION
@@ -48,10 +50,27 @@ class Resident:
     rounds_since_probe: int = 0
 
 
+@dataclass(eq=False)
+class RouteDrafts:
+    """Who drafts on one route, now."""
+
+    service: Resident | None = None
+    second: Resident | None = None
+    share: float = 0.0
+    first_takes_second: bool = False
+
+    def residents(self) -> list[Resident]:
+        return [resident for resident in (self.service, self.second) if resident is not None]
+
+    @property
+    def version(self) -> str:
+        return self.service.draft.version if self.service else "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lineup:
-    """What drafts from now on. `share` of the requests go to `second`; priors are expected acceptances, None is a guess, and a
-    draft that is resident already keeps what was learnt about it."""
+    """What drafts from now on, on one route. `share` of the requests go to `second`; priors are expected acceptances, None is a
+    guess, and a draft that is resident already keeps what was learnt about it."""
 
     service: DraftModel | None
     prior: float | None = None
@@ -74,22 +93,27 @@ class Drafting:
         prior: float = DEFAULT_PRIOR,
     ) -> None:
         self._runner, self._speculation, self._costs, self._events = runner, speculation, costs, events
-        self.service: Resident | None = None
-        self.second: Resident | None = None
-        self.service = self._resident(draft, prior)
+        self._default = RouteDrafts()
+        self._routes = {DEFAULT_ROUTE: self._default}
+        self._aliases: dict[str, str] = {}
+        """Streams that another route's draft serves."""
+        self._default.service = self._resident(draft, prior, self._default)
+        self._list_residents()
         self.failures: dict[str, str] = {}
         """By version: why it is out of service."""
         self.uses_suffixes = speculation.uses_suffixes
         self.matches = MatchStatistics()
-        self._share = 0.0
-        self._first_takes_second = False
-        self._offer: Lineup | None = None
+        self._offers: dict[str, Lineup | None] = {}
+        """By route; None ends the route."""
+        self._offered_aliases: dict[str, str] | None = None
         self._offer_lock = threading.Lock()
+        self.asked_at: dict[str, float] = {}
+        """By route with a draft, resident or not: when a request of it came last (monotonic)."""
 
-    def _resident(self, draft: DraftModel | None, prior: float | None) -> Resident | None:
+    def _resident(self, draft: DraftModel | None, prior: float | None, route: RouteDrafts) -> Resident | None:
         if draft is None:
             return None
-        for resident in self.residents():
+        for resident in route.residents():
             if resident.draft is draft:
                 return resident
         return Resident(draft, self.new_length_policy(DEFAULT_PRIOR if prior is None else prior))
@@ -102,17 +126,42 @@ class Drafting:
             prior=prior,
         )
 
+    def _list_residents(self) -> None:
+        """After each change: rounds go through these lists for every request."""
+        self._residents = [resident for route in self._routes.values() for resident in route.residents()]
+        self._drafts = list({id(resident.draft): resident.draft for resident in self._residents}.values())
+
     def residents(self) -> list[Resident]:
-        return [resident for resident in (self.service, self.second) if resident is not None]
+        """Of all routes. A draft may serve several; each route knows it by its own acceptance."""
+        return self._residents
+
+    @property
+    def routes(self) -> dict[str, RouteDrafts]:
+        """Those with a draft of their own, and the default one. Another thread sees a copy."""
+        return dict(self._routes)
+
+    @property
+    def service(self) -> Resident | None:
+        """The default route's, as `second` and `version`."""
+        return self._default.service
+
+    @property
+    def second(self) -> Resident | None:
+        return self._default.second
 
     @property
     def version(self) -> str:
         """The version really in service, not the one the registry names."""
-        return self.service.draft.version if self.service else "none"
+        return self._default.version
 
     @property
     def second_version(self) -> str:
         return self.second.draft.version if self.second else "none"
+
+    def route_of(self, request: Request) -> str:
+        """Whose draft serves this request: the route that its stream was given to, its own, or the default one."""
+        route = self._aliases.get(request.route, request.route)
+        return route if route in self._routes else DEFAULT_ROUTE
 
     def version_for(self, state: RequestState) -> str:
         resident = self._of(state)
@@ -120,51 +169,88 @@ class Drafting:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def offer(self, lineup: Lineup) -> None:
-        """From any thread: this lineup from the next round on."""
+    def offer(self, lineup: Lineup | None, route: str = DEFAULT_ROUTE) -> None:
+        """From any thread: this lineup on this route from the next round on. None: the route has no draft of its own any more,
+        and the default one's serves it."""
         with self._offer_lock:
-            self._offer = lineup
+            self._offers[route] = lineup
+
+    def offer_aliases(self, aliases: dict[str, str]) -> None:
+        """From any thread: these streams are served by those routes' drafts; all others by their own or the default one."""
+        with self._offer_lock:
+            self._offered_aliases = dict(aliases)
 
     def withdraw_offer(self) -> None:
         """Keep the drafts that are in service."""
         with self._offer_lock:
-            self._offer = None
+            self._offers.clear()
 
     def take_up_offer(self, live: Iterable[RequestState]) -> None:
         """Between two rounds. `live` are all running and waiting requests."""
-        if self._offer is None:
+        if not self._offers and self._offered_aliases is None:
             return
         with self._offer_lock:
-            lineup, self._offer = self._offer, None
-        if lineup is None:
-            return
-        previous = self.version
+            offers, self._offers = self._offers, {}
+            aliases, self._offered_aliases = self._offered_aliases, None
+        live = list(live)
+        before = {id(state): self._drafts_of(state) for state in live}
+        for name, lineup in offers.items():
+            if lineup is None:
+                self._end_route(name)
+            else:
+                self._line_up(name, lineup)
+        self._aliases = self._aliases if aliases is None else aliases
+        self._list_residents()
+        for route in self._routes.values():
+            moved = [state for state in live if self._drafts_of(state) is route and before[id(state)] is not route]
+            for state in moved:  # as at a swap: their cache is rebuilt by the rule of lag
+                state.is_on_second = route.second is not None and _bucket(state) < route.share
+        for name in offers:
+            if name in self._routes:
+                self._share_out(self._routes[name], [s for s in live if self._drafts_of(s) is self._routes[name]])
+
+    def _end_route(self, name: str) -> None:
+        left = self._routes.pop(name, None) if name != DEFAULT_ROUTE else None
+        if left is not None:
+            self._events.emit("draft_swapped", route=name, previous=left.version, version=self.version)
+
+    def _line_up(self, name: str, lineup: Lineup) -> None:
+        route = self._routes.get(name)
+        previous = route.version if route else self.version
+        route = route or RouteDrafts()
         # Caches of drafts that are new are empty: running requests catch up by the rule of lag.
         for draft in (lineup.service, lineup.second):
             if draft is not None:
                 self.failures.pop(draft.version, None)  # whoever offers it again wants it tried again
-        service = self._resident(lineup.service, lineup.prior)
-        second = self._resident(lineup.second, lineup.second_prior)
-        self.service, self.second, self._share = service, second, lineup.share if second else 0.0
-        self._share_out(list(live))
-        if self.version != previous:  # another second one is no swap; who compares them says so
-            self._events.emit("draft_swapped", previous=previous, version=self.version)
+        service = self._resident(lineup.service, lineup.prior, route)
+        second = self._resident(lineup.second, lineup.second_prior, route)
+        route.service, route.second, route.share = service, second, lineup.share if second else 0.0
+        self._routes[name] = route
+        if route.version != previous:  # another second one is no swap; who compares them says so
+            self._events.emit("draft_swapped", route=name, previous=previous, version=route.version)
 
-    def _share_out(self, live: list[RequestState]) -> None:
+    def _share_out(self, route: RouteDrafts, live: list[RequestState]) -> None:
         """By hash, and at least one request: evidence begins with the next round."""
         for state in live:
-            state.is_on_second = _bucket(state) < self._share
-        self._first_takes_second = self.second is not None and not live
-        if self.second is not None and live and not any(state.is_on_second for state in live):
+            state.is_on_second = _bucket(state) < route.share
+        route.first_takes_second = route.second is not None and not live
+        if route.second is not None and live and not any(state.is_on_second for state in live):
             min(live, key=_bucket).is_on_second = True
 
     def assign(self, state: RequestState) -> None:
-        """A new request to one of the two."""
-        state.is_on_second = self.second is not None and (self._first_takes_second or _bucket(state) < self._share)
-        self._first_takes_second = False
+        """A new request to one of its route's two."""
+        name = self._aliases.get(state.request.route, state.request.route)
+        self.asked_at[name] = time.monotonic()
+        route = self._drafts_of(state)
+        state.is_on_second = route.second is not None and (route.first_takes_second or _bucket(state) < route.share)
+        route.first_takes_second = False
+
+    def _drafts_of(self, state: RequestState) -> RouteDrafts:
+        return self._routes[self.route_of(state.request)]
 
     def _of(self, state: RequestState) -> Resident | None:
-        return self.second if state.is_on_second and self.second is not None else self.service
+        route = self._drafts_of(state)
+        return route.second if state.is_on_second and route.second is not None else route.service
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
@@ -178,12 +264,15 @@ class Drafting:
         limits = [0 if proposal else limit for limit, proposal in zip(limits, proposals, strict=True)]
         for resident in self.residents():
             own = [
-                self._within_draft(resident, entry, limit) if self._of(entry.state) is resident else 0
+                self._within_draft(resident, entry, limit) if limit and self._of(entry.state) is resident else 0
                 for entry, limit in zip(entries, limits, strict=True)
             ]
+            if not any(own):
+                continue
             lengths = self._lengths(resident, entries, own, num_predicted)
             drafted = self._drafted(resident, entries, lengths)
             proposals = [proposal or draft for proposal, draft in zip(proposals, drafted, strict=True)]
+            num_predicted += sum(len(draft.draft_token_ids) for draft in drafted if draft)
         for index, suffix in refused.items():
             if proposals[index] is None:  # the draft was worth more and then had nothing to say
                 proposals[index] = suffix
@@ -203,12 +292,16 @@ class Drafting:
             chosen = self._worth_catching_up(resident, entries, chosen, is_probe=length.is_probe)
         resident.rounds_since_probe += 1
         lengths = [replace(length, k=max(0, min(length.k, limit))) for limit in chosen]
-        if self.second is None or resident.lengths.fixed is not None:
+        if resident.lengths.fixed is not None:
             return lengths
         return [
-            DraftLength(k=1) if own.k == 0 and limit > 0 and entry.state.num_rounds < EVIDENCE_ROUNDS else own
+            DraftLength(k=1) if own.k == 0 and limit > 0 and self._is_evidence(entry.state) else own
             for own, limit, entry in zip(lengths, limits, entries, strict=True)
         ]
+
+    def _is_evidence(self, state: RequestState) -> bool:
+        """While two versions are compared a request's first rounds are theirs."""
+        return state.num_rounds < EVIDENCE_ROUNDS and self._drafts_of(state).second is not None
 
     def _worth_catching_up(
         self, resident: Resident, entries: list[RoundEntry], limits: list[int], *, is_probe: bool
@@ -243,10 +336,12 @@ class Drafting:
             logger.exception("The draft %s failed and is out of service.", draft.version)
             self.failures[draft.version] = f"{type(error).__name__}: {error}"
             self._events.emit("draft_failed", version=draft.version, reason=self.failures[draft.version])
-            if resident is self.service:
-                self.service = None
-            else:
-                self.second = None
+            for route in self._routes.values():
+                if route.service is not None and route.service.draft is draft:
+                    route.service = None
+                if route.second is not None and route.second.draft is draft:
+                    route.second = None
+            self._list_residents()
             return [None] * len(entries)
 
     def _predicted(self, entry: RoundEntry, limit: int) -> Proposal | None:
@@ -259,17 +354,19 @@ class Drafting:
     def _add_suffixes(
         self, proposals: list[Proposal | None], entries: list[RoundEntry], limits: list[int]
     ) -> dict[int, Proposal]:
-        """Into the places where nothing is proposed yet; returns those that the draft goes before, by place.
-
-        While two versions are compared both have the same claim on a round, and a request's first ones are theirs."""
+        """Into the places where nothing is proposed yet; returns those that the draft goes before, by place."""
         refused: dict[int, Proposal] = {}
         decoding = [index for index, limit in enumerate(limits) if limit > 0]
         if not decoding:
             return refused
         num_rows = sum(entry.num_pending_rows for entry in entries)
         rate = len(decoding) / self._costs.target_seconds(num_rows)
-        values = [resident.lengths.value(len(decoding), num_rows) for resident in self.residents()]
-        draft_value = max(values, default=0.0)
+        values = {
+            id(route): max((one.lengths.value(len(decoding), num_rows) for one in route.residents()), default=0.0)
+            for route in {
+                id(route): route for route in map(self._drafts_of, (entries[i].state for i in decoding))
+            }.values()
+        }
         for index in decoding:
             state = entries[index].state
             match = state.suffix.find() if state.suffix is not None else None
@@ -279,8 +376,7 @@ class Drafting:
             if k == 0:
                 continue
             suffix = Proposal(draft_token_ids=list(match.continuation[:k]), draft_version=SUFFIX)
-            is_evidence = self.second is not None and state.num_rounds < EVIDENCE_ROUNDS
-            if value >= draft_value and not is_evidence:
+            if value >= values[id(self._drafts_of(state))] and not self._is_evidence(state):
                 num_rows += k
                 proposals[index] = suffix
             else:
@@ -315,29 +411,29 @@ class Drafting:
             self._events.emit("draft_limit_passed", request=state.request.id, limit=max_length)
         return 0
 
-    def record(self, proposal: Proposal, num_drafted: int, num_accepted: int) -> None:
+    def record(self, state: RequestState, proposal: Proposal, num_drafted: int, num_accepted: int) -> None:
         """A verdict on what one of the drafts proposed."""
-        for resident in self.residents():
+        for resident in self._drafts_of(state).residents():
             if resident.draft.version == proposal.draft_version:
                 resident.lengths.record(num_drafted, num_accepted, proposal.confidences)
 
     # --- caches, slot by slot ---------------------------------------------------------------------------------------
 
     def commit(self, slot: int, num_valid_tokens: int) -> None:
-        for resident in self.residents():
-            resident.draft.commit(slot, num_valid_tokens)
+        for draft in self._drafts:
+            draft.commit(slot, num_valid_tokens)
 
     def release(self, slot: int) -> None:
-        for resident in self.residents():
-            resident.draft.release(slot)
+        for draft in self._drafts:
+            draft.release(slot)
 
     def adopt(self, source: int, destination: int, num_tokens: int) -> None:
-        for resident in self.residents():
-            resident.draft.adopt(source, destination, num_tokens)
+        for draft in self._drafts:
+            draft.adopt(source, destination, num_tokens)
 
     def clear_slot(self, slot: int) -> None:
-        for resident in self.residents():
-            resident.draft.decoder.clear_slot(slot)
+        for draft in self._drafts:
+            draft.decoder.clear_slot(slot)
 
 
 def _bucket(state: RequestState) -> float:

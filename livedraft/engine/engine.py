@@ -77,7 +77,7 @@ class Engine:
         self.drafting = self.new_drafting(draft, prior)
         self.stats = SpeculationStats()
         self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
-        """By (route, version): what each version's own proposals came to."""
+        """By (route whose draft it was, version): what each version's own proposals came to."""
         self._text_stream = text_stream
         self._forgets_prefixes = False
         self.traffic: dict[str, Traffic] = {}
@@ -101,7 +101,7 @@ class Engine:
             state.prediction = Prediction(request.prediction_token_ids)
         if self.drafting.uses_suffixes:
             state.suffix = SuffixMatcher(
-                traffic=self._traffic_of(request.route), statistics=self.drafting.matches, client_key=request.client_key,
+                traffic=self._traffic_of(request), statistics=self.drafting.matches, client_key=request.client_key,
                 longest=self.speculation.num_speculative_tokens or self.speculation.max_num_speculative_tokens,
             )  # fmt: skip
         if self.trace_sink is not None and request.store:
@@ -208,10 +208,9 @@ class Engine:
             max_age_seconds=self.max_traffic_age_seconds,
         )
 
-    def _traffic_of(self, route: str) -> Traffic:
-        if route not in self.traffic:
-            self.traffic[route] = self.new_traffic()
-        return self.traffic[route]
+    def _traffic_of(self, request: Request) -> Traffic:
+        """Routes without a draft of their own share the default one's."""
+        return self.traffic.setdefault(self.drafting.route_of(request), self.new_traffic())
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
@@ -241,7 +240,7 @@ class Engine:
                 self.runner.target.clear_slot(slot)
         while self._offered_texts:
             route, texts = self._offered_texts.pop()
-            self._traffic_of(route).take_over(texts)
+            self.traffic.setdefault(route, self.new_traffic()).take_over(texts)
         for state in self.scheduler.admit(self._should_wait):
             if state.suffix is not None:
                 state.suffix.start(state.token_ids, state.request.sampling.max_tokens)
@@ -362,7 +361,8 @@ class Engine:
             stats.record(num_drafted=by_draft[0], num_accepted=by_draft[1], num_emitted=num_emitted)
         if proposal is None or num_drafted == 0:
             return
-        own = self.stats_by_version.setdefault((state.request.route, proposal.draft_version), SpeculationStats())
+        route = self.drafting.route_of(state.request)
+        own = self.stats_by_version.setdefault((route, proposal.draft_version), SpeculationStats())
         own.record(num_drafted=num_drafted, num_accepted=num_accepted, num_emitted=num_emitted)
         if is_prediction:
             state.num_prediction_tokens += num_drafted
@@ -374,7 +374,7 @@ class Engine:
             state.counted_versions.add(proposal.draft_version)
             own.num_requests += 1
         state.draft_version = proposal.draft_version
-        self.drafting.record(proposal, num_drafted, verdict.num_accepted)
+        self.drafting.record(state, proposal, num_drafted, verdict.num_accepted)
 
     # --- the end of a request ---------------------------------------------------------------------------------------
 

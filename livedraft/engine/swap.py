@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from livedraft.engine.drafting import Lineup
 from livedraft.engine.engine import Engine
 from livedraft.engine.watch import CANARY_ROUNDS, Judgement, LiveCounts, Stage, judge
 from livedraft.events import Events
-from livedraft.records import DraftVersion, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, UserError
 from livedraft.speculation.draft_model import DraftModel
 
 POLL_SECONDS = 0.25
 CANARY_SHARE = 0.1
+_STICKY_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
@@ -50,29 +52,36 @@ class Trial:
 
 
 class SwapWatcher:
+    """The thread, and which routes' drafts are in memory."""
+
     def __init__(
         self,
         engine: Engine,
         registry: Registry,
         *,
-        route: str,
         build: Callable[[DraftVersion], DraftModel],
         events: Events,
+        max_drafts: int = 1,
         after_look: Callable[[], None] = lambda: None,
     ) -> None:
         """`build` makes a resident draft of a version, or raises UserError; `after_look` runs on this thread after every look
-        at the registry. What the engine serves now must be what the registry has in service."""
-        self._engine, self._registry, self._route = engine, registry, route
-        self._build, self._events, self._after_look = build, events, after_look
-        self._serving = registry.in_service(route)
-        self._draft = engine.draft
-        self.trial: Trial | None = None
-        self._refused: set[str] = set()
+        at the registry. What the engine serves now must be what the registry has in service on the default route.
+        `max_drafts`: of routes, resident at a time; the least used ones make room and come back when they are asked for."""
+        self._engine, self._registry, self._max_drafts = engine, registry, max_drafts
+        self._new_route = partial(RouteSwaps, engine, registry, build=build, events=events)
+        self._events, self._after_look = events, after_look
+        default = self._new_route(DEFAULT_ROUTE, serving=registry.in_service(DEFAULT_ROUTE), draft=engine.draft)
+        self.routes = {DEFAULT_ROUTE: default}
+        self._aliases: dict[str, str] = {}
         self._last_problem = ""
-        self._resumes_watch = True
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="swap-watcher", daemon=True)
         self._thread.start()
+
+    @property
+    def trial(self) -> Trial | None:
+        """Of any route."""
+        return next((route.trial for route in list(self.routes.values()) if route.trial is not None), None)
 
     def close(self) -> None:
         self._closing.set()
@@ -89,6 +98,59 @@ class SwapWatcher:
                     if problem != self._last_problem:  # it looks several times a second
                         self._events.emit("swap_failed", reason=problem)
                     self._last_problem = problem
+
+    def look(self) -> None:
+        """Which routes are there, whom they serve, and what is new on each. Raises UserError as the registry."""
+        wanted = self._most_used(self._registry.routes())
+        for name in [name for name in self.routes if name not in wanted and name != DEFAULT_ROUTE]:
+            self.routes.pop(name).leave()
+        for name in wanted:
+            if name not in self.routes:
+                self.routes[name] = self._new_route(name)
+        aliases = self._registry.assignments()
+        if aliases != self._aliases:
+            self._aliases = aliases
+            self._engine.drafting.offer_aliases(aliases)
+        for route in self.routes.values():
+            route.look()
+
+    def _most_used(self, routes: list[str]) -> set[str]:
+        """As many as may be resident. One that is there stays until another has been asked for _STICKY_SECONDS later."""
+        asked = self._engine.drafting.asked_at
+        for name in [name for name in list(asked) if name not in routes]:  # names come from clients: not for ever
+            asked.pop(name, None)
+
+        def rank(name: str) -> float:
+            return asked.get(name, 0.0) + (_STICKY_SECONDS if name in self.routes else 0.0)
+
+        others = [name for name in routes if name != DEFAULT_ROUTE]
+        return set(sorted(others, key=rank, reverse=True)[: self._max_drafts])
+
+
+class RouteSwaps:
+    """One route: what serves it and what is on trial."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        registry: Registry,
+        route: str,
+        *,
+        build: Callable[[DraftVersion], DraftModel],
+        events: Events,
+        serving: DraftVersion | None = None,
+        draft: DraftModel | None = None,
+    ) -> None:
+        self._engine, self._registry, self._route = engine, registry, route
+        self._build, self._events = build, events
+        self._serving, self._draft = serving, draft
+        self.trial: Trial | None = None
+        self._refused: set[str] = set()
+        self._resumes_watch = True
+
+    def leave(self) -> None:
+        """The default route's draft serves instead."""
+        self._engine.drafting.offer(None, self._route)
 
     def look(self) -> None:
         """Follow the registry, then judge what is on trial. Raises UserError as the registry."""
@@ -150,12 +212,13 @@ class SwapWatcher:
         try:
             return self._build(version)
         except UserError as error:
-            self._events.emit("draft_refused", version=version.id, reason=str(error))
+            self._events.emit("draft_refused", route=self._route, version=version.id, reason=str(error))
             return None
 
     def _pays(self) -> bool:
         """Whether the draft in service is drafted with at all."""
-        service = self._engine.drafting.service
+        route = self._engine.drafting.routes.get(self._route)
+        service = route.service if route else None
         if service is None:
             return False
         fixed = service.lengths.fixed
@@ -197,13 +260,15 @@ class SwapWatcher:
             lineup = Lineup(service=old_draft, second=new_draft, second_prior=alpha, share=CANARY_SHARE)
         else:
             lineup = Lineup(service=new_draft, prior=alpha, second=old_draft, share=CANARY_SHARE)
-        self._engine.drafting.offer(lineup)
-        self._events.emit("trial_started", version=new.id, against=old.id, stage=stage, share=CANARY_SHARE)
+        self._engine.drafting.offer(lineup, self._route)
+        self._events.emit(
+            "trial_started", route=self._route, version=new.id, against=old.id, stage=stage, share=CANARY_SHARE
+        )
 
     def _end_trial(self, prior: float | None = None) -> None:
         """Only what is in service stays resident."""
         self.trial = None
-        self._engine.drafting.offer(Lineup(service=self._draft, prior=prior))
+        self._engine.drafting.offer(Lineup(service=self._draft, prior=prior), self._route)
 
     # --- the watch --------------------------------------------------------------------------------------------------
 
@@ -228,7 +293,9 @@ class SwapWatcher:
             numbers["replaced"] = trial.old.id
             self._serving = self._registry.serve(trial.new.id, self._route, numbers, only_from=("canary",))
             self._draft = trial.new_draft
-            self._events.emit("canary_confirmed", version=trial.new.id, previous=trial.old.id, **numbers)
+            self._events.emit(
+                "canary_confirmed", route=self._route, version=trial.new.id, previous=trial.old.id, **numbers
+            )
             self._start_trial("watched", trial.new, trial.new_draft, trial.old, trial.old_draft, trial.decision)
         elif (
             judgement.finding == "fine"
@@ -236,7 +303,7 @@ class SwapWatcher:
             or trial.old.id in failures
         ):
             self._registry.note(trial.new.id, {"watched": True})
-            self._events.emit("watch_ended", version=trial.new.id, previous=trial.old.id, **numbers)
+            self._events.emit("watch_ended", route=self._route, version=trial.new.id, previous=trial.old.id, **numbers)
             self._end_trial()
 
     def _roll_back(self, trial: Trial, numbers: dict[str, Any]) -> None:
@@ -246,7 +313,9 @@ class SwapWatcher:
             self._registry.note(trial.new.id, numbers)
             self._registry.serve(trial.old.id, self._route, {}, status_of_current="rolled_back")
         self._serving, self._draft = trial.old, trial.old_draft
-        self._events.emit("draft_rolled_back", version=trial.new.id, previous=trial.old.id, **numbers)
+        self._events.emit(
+            "draft_rolled_back", route=self._route, version=trial.new.id, previous=trial.old.id, **numbers
+        )
         self._end_trial()
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from livedraft.records import SamplingParams, Trace
+from livedraft.records import DEFAULT_ROUTE, SamplingParams, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Example:
     loss_mask_T: np.ndarray  # bool, which output positions teach
     sampling: SamplingParams
     client_key: str = ""
+    stream: str = DEFAULT_ROUTE
+    """The route that the router gave the request."""
 
     @property
     def teaches(self) -> bool:
@@ -71,6 +73,7 @@ def example_from_trace(trace: Trace, trace_id: int, positions: Literal["all", "r
         loss_mask_T=mask,
         sampling=trace.sampling,
         client_key=trace.client_key,
+        stream=trace.route,
     )
 
 

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from livedraft.config import LearningConfig
+from livedraft.config import LearningConfig, RoutingConfig
 from livedraft.events import Events
+from livedraft.records import DEFAULT_ROUTE
 
 EXIT_BAD_INPUT = 3
 """The worker's exit code for a state or model that will not get better by restarting."""
-CHECKPOINT_NAME = "trainer.checkpoint.safetensors"
 _YIELD_FLAG_NAME = "serving.flag"
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0
@@ -26,11 +26,28 @@ _HEALTHY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 
-def worker_command(*, state: Path, target: Path, route: str, config: LearningConfig, max_positions: int) -> list[str]:
-    """The worker's command line. A module of its own, so the caller's script needs no main guard."""
+CHECKPOINTS = "trainer.*checkpoint.safetensors"
+"""Of all routes' trainers."""
+
+
+def checkpoint_name(route: str) -> str:
+    """In the state folder."""
+    return f"trainer.{'' if route == DEFAULT_ROUTE else route + '.'}checkpoint.safetensors"
+
+
+def trainer_status_name(route: str) -> str:
+    """Of the row in which a route's trainer says what it does."""
+    return "trainer" if route == DEFAULT_ROUTE else f"trainer:{route}"
+
+
+def worker_command(
+    *, state: Path, target: Path, config: LearningConfig, routing: RoutingConfig, max_positions: int
+) -> list[str]:
+    """The training process's command line. A module of its own, so the caller's script needs no main guard."""
     return [
-        sys.executable, "-m", "livedraft.learning.worker", "--state", str(state), "--target", str(target),
-        "--route", route, "--max-positions", str(max_positions), "--settings", json.dumps(asdict(config)),
+        sys.executable, "-m", "livedraft.learning.team", "--state", str(state), "--target", str(target),
+        "--max-positions", str(max_positions), "--settings", json.dumps(asdict(config)),
+        "--routing", json.dumps({**asdict(routing), "rules": []}),
     ]  # fmt: skip
 
 

@@ -65,6 +65,19 @@ class TraceRow:
     alpha_served: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Some of the routes that requests were given: those named, or all but those named."""
+
+    names: tuple[str, ...] = ()
+    are_left_out: bool = True
+
+    def as_sql(self) -> tuple[str, tuple[str, ...]]:
+        """A condition on `route`, and its values."""
+        places = ", ".join("?" * len(self.names))
+        return f"route {'NOT ' if self.are_left_out else ''}IN ({places})", self.names
+
+
 class TraceStore:
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -117,13 +130,14 @@ class TraceStore:
                 ],
             )
 
-    def rows(self, *, after_id: int = 0, route: str | None = None, limit: int = 10_000) -> list[TraceRow]:
-        """Rows newer than `after_id`, oldest first."""
+    def rows(self, *, after_id: int = 0, streams: Streams | None = None, limit: int = 10_000) -> list[TraceRow]:
+        """Rows newer than `after_id`, oldest first; of some streams only."""
+        condition, values = (streams or Streams()).as_sql()
         with open_database(self.state) as database:
             found = database.execute(
                 "SELECT id, request_id, route, is_held_out, shard, row, num_output_tokens, draft_version, alpha,"
-                " alpha_served FROM traces WHERE id > ? AND (? IS NULL OR route = ?) ORDER BY id LIMIT ?",
-                (after_id, route, route, limit),
+                f" alpha_served FROM traces WHERE id > ? AND {condition} ORDER BY id LIMIT ?",
+                (after_id, *values, limit),
             ).fetchall()
         names = list(TraceRow.__dataclass_fields__)
         return [TraceRow(**{**dict(zip(names, row, strict=True)), "is_held_out": bool(row[3])}) for row in found]

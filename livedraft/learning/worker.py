@@ -1,10 +1,7 @@
-"""The training process: `python -m livedraft.learning.worker --state DIR --target FILE --settings JSON`.
+"""What learns for one route: reads traces from the store, scores them, trains a private copy of the draft, and offers
+candidates to the gate. It runs in the training process (`team.py`).
 
-It reads traces from the store, scores them, trains a private copy of the draft, and offers candidates to the gate. It
-talks to the serving process through the state folder only (store, registry, status row, events), and ends when the pipe on its
-standard input closes. Serving never waits for it.
-
-One turn of its loop:
+One turn:
   1. score what is new with the version that served it (prequential: score first, train later);
   2. test a frozen candidate when evidence it has not trained on is there; one that passes goes to the watch as a canary;
   3. when enough was learnt since the last one, freeze a candidate: at once if what has just arrived is evidence enough (it is
@@ -17,12 +14,9 @@ A better version in service is worth more than one more step, so the gate goes b
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from livedraft.config import LearningConfig
@@ -44,11 +37,11 @@ from livedraft.learning.drift import DriftWatch
 from livedraft.learning.earlier import EarlierDrafts
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import Memory
-from livedraft.learning.process import CHECKPOINT_NAME, EXIT_BAD_INPUT, open_yield_flag
+from livedraft.learning.process import checkpoint_name, open_yield_flag, trainer_status_name
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.selection import Reference
-from livedraft.learning.store import TraceRow, TraceStore
-from livedraft.learning.trainer import BadStepError, NotEnoughMemoryError, Score, Trainer, require_memory
+from livedraft.learning.store import Streams, TraceRow, TraceStore
+from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
@@ -76,15 +69,27 @@ _MAX_KEPT_DRAFTS = 4
 
 
 class Worker:
-    def __init__(self, *, state: Path, target: Path, route: str, config: LearningConfig, max_positions: int) -> None:
+    def __init__(
+        self,
+        *,
+        state: Path,
+        target: Path,
+        route: str,
+        config: LearningConfig,
+        max_positions: int,
+        parts: TargetParts | None = None,
+    ) -> None:
+        """One route's draft. `parts`: of the target, where another worker has loaded them."""
         self.state, self.route, self.config = state, route, config
+        self.streams = Streams()
+        """Whose traces it learns from."""
         self.store, self.registry = TraceStore(state), Registry(state)
         in_service = self.registry.in_service(route)
         if in_service is None:
             raise UserError(f"{state} has no draft in service on route {route}; start serving with this state first.")
         self.in_service = in_service
         draft = self.registry.load(in_service)
-        parts = TargetParts.load(target, draft)
+        parts = parts or TargetParts.load(target, draft)
         require_memory(draft, config)
         self.trainer = Trainer(config=config, target=parts, draft=draft, max_positions=max_positions)
         self.max_tokens = min(max_positions, draft.max_positions or max_positions)
@@ -127,39 +132,35 @@ class Worker:
         self._yield_flag = open_yield_flag(state)
         self._status = ""
         self._reported_at = 0.0
-        self._checkpoint_path = state / CHECKPOINT_NAME
+        self._checkpoint_path = state / checkpoint_name(route)
         self._checkpointed_at = time.monotonic()
         self.registry.reject_candidates(route)  # of a process that ended before their test
         self._resume()
         # The version in service may have learnt more than the checkpoint knows of; that is no evidence. (Ids begin again where
         # a damaged database was set aside.)
-        ids = [row.id for row in self.store.rows(route=self.route, limit=-1)]
+        ids = [row.id for row in self.store.rows(limit=-1)]
         learnt = min(self.in_service.last_trace_id, max(ids, default=0))
         self.memory.newest_trained_id = max(self.memory.newest_trained_id, learnt)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        self._report("waiting for traces")
-        while True:
-            try:
-                is_active = self.turn()
-            except (
-                UserError
-            ) as error:  # the disk is full, or the database locked: what is learnt stays, and it tries again
-                self._say_problem(str(error))
-                is_active = False
-                time.sleep(10 * POLL_SECONDS)
-            if not is_active:
-                if not self.controls["paused"]:
-                    self._report("waiting for traces")
-                time.sleep(POLL_SECONDS)
+    def safe_turn(self) -> bool:
+        """`turn`; with the disk full or the database locked what is learnt stays, and the next one tries again."""
+        try:
+            is_active = self.turn()
+        except UserError as error:
+            self.say_problem(str(error))
+            is_active = False
+            time.sleep(10 * POLL_SECONDS)
+        if not is_active and not self.controls["paused"]:
+            self.report("waiting for traces")
+        return is_active
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to do. Raises UserError when the state folder cannot be used just now."""
         self._heed_controls()
         if self.controls["paused"]:
-            self._report("paused")
+            self.report("paused")
             return False
         self._follow_service()
         self._read_new_traces()
@@ -205,7 +206,7 @@ class Worker:
 
     def _forget_deleted(self) -> None:
         """Traces that are gone from the store leave everything kept here. Weights already trained cannot be unlearnt."""
-        left = {row.id for row in self.store.rows(route=self.route, limit=-1)}
+        left = {row.id for row in self.store.rows(limit=-1)}
         self.memory.forget_all_but(left)
         self._to_score = [(row, example) for row, example in self._to_score if row.id in left]
         for scores in self.scores.values():
@@ -253,11 +254,11 @@ class Worker:
         num_set_aside = self.store.num_set_aside
         if len(self._to_score) > MAX_READ_A_TURN:
             return
-        for row in self.store.rows(after_id=self.last_trace_id, route=self.route, limit=MAX_READ_A_TURN):
+        for row in self.store.rows(after_id=self.last_trace_id, streams=self.streams, limit=MAX_READ_A_TURN):
             self.last_trace_id = row.id
             self._newest_at = time.monotonic()
             trace = self.store.read(row)
-            if trace is None or not self._can_use(trace):
+            if trace is None or not self.can_use(trace):
                 continue
             example = example_from_trace(trace, row.id, self.config.positions)
             if row.alpha is None:
@@ -269,7 +270,7 @@ class Worker:
         if self.store.num_set_aside > num_set_aside:
             self._emit("shards_set_aside", num_shards=self.store.num_set_aside - num_set_aside)
 
-    def _can_use(self, trace: Trace) -> bool:
+    def can_use(self, trace: Trace) -> bool:
         """Of this target, and of a length and with tokens that the draft can take; what it cannot is counted."""
         tokens = [*trace.prompt_token_ids, *trace.output_token_ids]
         fits = (
@@ -287,7 +288,7 @@ class Worker:
         """Prequential: with the version that served the request, before anything is trained on it."""
         if not self._to_score:
             return False
-        self._report("scoring")
+        self.report("scoring")
         batch = self._to_score[:MAX_SCORED_A_TURN]
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
@@ -352,7 +353,7 @@ class Worker:
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
         """One optimiser step on new examples and replayed ones."""
-        self._report("training")
+        self.report("training")
         if self.trainer.num_steps == 0:
             self._change_vocabulary()
         batch = [*new, *old]
@@ -379,7 +380,7 @@ class Worker:
         batch = [] if self.rate_trial is not None else self.memory.idle_batch(is_long_idle=is_long_idle)
         if not batch:
             return False
-        self._report("replaying")
+        self.report("replaying")
         self._step(batch)
         return True
 
@@ -406,7 +407,7 @@ class Worker:
             self.trainer.restart_from(weights)
             self.num_bad_steps = 0
             problem += "; training starts again from the version in service"
-        self._say_problem(problem)
+        self.say_problem(problem)
 
     def _change_vocabulary(self) -> None:
         """At version boundaries only: the copy in training says what the traffic says now."""
@@ -456,7 +457,7 @@ class Worker:
         evidence = self.memory.evidence(self.candidate.last_trace_id)
         if not self._is_enough(evidence):
             return False  # waits; nothing was tested
-        self._report("testing a candidate")
+        self.report("testing a candidate")
         version = self.candidate
         candidate_scores = self._scores(version.id, evidence)
         parent_scores = self._scores(self.in_service.id, evidence)
@@ -469,7 +470,14 @@ class Worker:
             seed=self.config.seed,
         )
         fields = {**decision.as_fields(), "alpha": _mean([score.alpha for score in candidate_scores])}
-        if decision.promote:
+        harmed = gate.harmed_stream(
+            [example.stream for example in evidence],
+            [score.alpha_served for score in candidate_scores],
+            [score.alpha_served for score in parent_scores],
+        )
+        if decision.promote and harmed is not None:
+            fields |= {"promote": False, "reason": harmed}
+        if fields["promote"]:
             self.registry.start_canary(version.id, fields)
             self.candidate, self.canary = None, version
             self._emit("candidate_passed", version=version.id, **fields)
@@ -504,6 +512,17 @@ class Worker:
                 return None
         return self.drafts[version_id]
 
+    def served_weights(self) -> DraftWeights:
+        """Of the version in service. Raises UserError when they are gone."""
+        weights = self._draft(self.in_service.id)
+        if weights is None:
+            raise UserError(f"The weights of version {self.in_service.id} cannot be read.")
+        return weights
+
+    def scores_now(self, examples: Sequence[Example]) -> list[Score]:
+        """Of any requests, under the version in service."""
+        return self._scores(self.in_service.id, examples)
+
     def _keep(self, version_id: str, weights: DraftWeights) -> None:
         self.drafts[version_id] = weights
         while len(self.drafts) > _MAX_KEPT_DRAFTS:
@@ -527,7 +546,7 @@ class Worker:
         yield
         self.train_seconds += time.monotonic() - started - (self._paused_seconds - paused)
 
-    def _report(self, status: str) -> None:
+    def report(self, status: str) -> None:
         """Write the status row when it changes and now and then; the serving process shows it."""
         now = time.monotonic()
         if status == self._status and now - self._reported_at < REPORT_SECONDS:
@@ -552,11 +571,11 @@ class Worker:
             "last_problem": self.last_problem,
         }
         try:
-            write_status(self.state, "trainer", fields)
+            write_status(self.state, trainer_status_name(self.route), fields)
         except UserError as error:  # shown next time
             print(f"status not written: {error}", file=sys.stderr, flush=True)
 
-    def _say_problem(self, problem: str) -> None:
+    def say_problem(self, problem: str) -> None:
         if problem == self.last_problem:
             return  # said before
         self.last_problem = problem
@@ -593,7 +612,7 @@ class Worker:
         try:
             write_checkpoint(self._checkpoint_path, self.trainer.state_tensors(), counters)
         except (OSError, SafetensorError) as error:
-            self._say_problem(f"the checkpoint could not be written: {error}")
+            self.say_problem(f"the checkpoint could not be written: {error}")
 
     def _resume(self) -> None:
         """Go on where the last checkpoint was; from the version in service when there is none or it is damaged, and with its
@@ -605,7 +624,7 @@ class Worker:
         except FileNotFoundError:
             return
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            self._say_problem(f"the checkpoint cannot be read and is not used: {error}")
+            self.say_problem(f"the checkpoint cannot be read and is not used: {error}")
             return
         self.memory.restore(counters)
         for name in ("num_since_candidate", "num_candidates", "num_rolled_back"):
@@ -620,55 +639,3 @@ class Worker:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def end_with_parent() -> None:
-    """Leave as soon as the pipe on standard input closes: its other end lives in the serving process."""
-
-    def wait() -> None:
-        while sys.stdin.buffer.read(1):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="livedraft's training process; started by the serving process.")
-    parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--route", default="default")
-    parser.add_argument("--max-positions", type=int, default=2048)
-    parser.add_argument("--settings", default="{}", help="LearningConfig as JSON")
-    arguments = parser.parse_args()
-    end_with_parent()
-    config = LearningConfig(**json.loads(arguments.settings))
-    torch.set_num_threads(config.num_threads)
-    torch.manual_seed(config.seed)
-    try:
-        worker = Worker(
-            state=arguments.state,
-            target=arguments.target,
-            route=arguments.route,
-            config=config,
-            max_positions=arguments.max_positions,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT if _is_final(error, arguments.state) else 1)
-    worker.run()
-
-
-def _is_final(error: UserError, state: Path) -> bool:
-    """Whether starting again would meet the same error: not where memory or the state folder are only short for now."""
-    if isinstance(error, NotEnoughMemoryError):
-        return False
-    try:
-        read_controls(state)
-    except UserError:
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    main()

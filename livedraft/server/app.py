@@ -23,8 +23,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from livedraft import __version__
-from livedraft.config import ServerConfig
-from livedraft.records import Update
+from livedraft.config import ROUTE_NAME_RULE, ServerConfig, is_route_name
+from livedraft.records import RouteHints, Update
 from livedraft.server.admin import admin_routes
 from livedraft.server.errors import ApiError, error_body, error_response, from_validation
 from livedraft.server.gate import Gate, Receive, Scope, Send
@@ -35,7 +35,7 @@ from livedraft.server.responses import Job
 from livedraft.server.schemas import ChatCompletionRequest, CompletionRequest, Sampled
 
 logger = logging.getLogger("livedraft")
-STORE_HEADER = "x-livedraft-store"
+STORE_HEADER, ROUTE_HEADER = "x-livedraft-store", "x-livedraft-route"
 Phase = Literal["loading", "ready", "draining", "failed"]
 T = TypeVar("T")
 _RETRY_SECONDS = 2
@@ -144,11 +144,17 @@ class Server:
         served = self.ready()
         if not _may_store(request):
             body = body.model_copy(update={"store": False})
+        hints = _route_hints(body, request)
         places = self.take_places(body.num_completions, served)
         response: Response | None = None
         try:
             work = partial(
-                prepare, body, served, id=request.state.request_id, reports_counts=self.config.per_request_metrics
+                prepare,
+                body,
+                served,
+                id=request.state.request_id,
+                hints=hints,
+                reports_counts=self.config.per_request_metrics,
             )
             job = await asyncio.get_running_loop().run_in_executor(self._preparing, work)
             if not job.is_stream:
@@ -236,6 +242,14 @@ def _may_store(request: Request) -> bool:
     if value not in ("true", "false"):
         raise ApiError(400, f"The header {STORE_HEADER} must be true or false, got {value[:20]!r}.")
     return value == "true"
+
+
+def _route_hints(body: Sampled, request: Request) -> RouteHints:
+    """Raises ApiError for a name that is none."""
+    named = request.headers.get(ROUTE_HEADER, "") or body.metadata.get("route", "")
+    if named and not is_route_name(named):
+        raise ApiError(400, f"The route must be {ROUTE_NAME_RULE}, got {named[:40]!r}.", param="metadata")
+    return RouteHints(named=named, api_key=request.state.api_key)
 
 
 async def _disconnected(request: Request) -> None:

@@ -43,7 +43,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, api_key="")
         started, status, num_bytes = time.perf_counter(), 0, 0
 
         async def receive_limited() -> MutableMapping[str, Any]:
@@ -65,6 +65,8 @@ class Gate:
                 await send_with_id(message)
 
         error = self._refusal(scope, headers)
+        if error is None and self._api_keys:
+            scope["state"]["api_key"] = _bearer(headers.get(b"authorization", b"")).decode("latin-1")
         try:
             if error is None:
                 try:
@@ -102,11 +104,16 @@ class Gate:
         return ApiError(413, f"The body is larger than {self._max_bytes} bytes, which is this server's limit.")
 
 
-def _has_key(authorization: bytes, keys: list[bytes]) -> bool:
+def _bearer(authorization: bytes) -> bytes:
     scheme, _, given = authorization.partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _has_key(authorization: bytes, keys: list[bytes]) -> bool:
     # Every key is compared, in constant time, so the time taken tells nothing.
-    matches = [hmac.compare_digest(given.strip(), key) for key in keys]
-    return scheme.lower() == b"bearer" and any(matches)
+    given = _bearer(authorization)
+    matches = [hmac.compare_digest(given, key) for key in keys]
+    return any(matches)
 
 
 def _request_id(given: bytes | None) -> str:

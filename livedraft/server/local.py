@@ -39,6 +39,7 @@ def open_llm(settings: Settings, *, learn: bool) -> LLM:
         engine=settings.engine,
         speculation=settings.speculation,
         learning=settings.learning,
+        routing=settings.routing,
     )
 
 

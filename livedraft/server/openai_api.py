@@ -15,6 +15,7 @@ from livedraft.records import (
     Backend,
     ContextTooLongError,
     Request,
+    RouteHints,
     SamplingParams,
     UserError,
 )
@@ -27,12 +28,13 @@ from livedraft.tokenizer import Message, Tokenizer
 _CHOICE_SEED = 5
 """Purpose number of the seeds of the second and later choices (lossless rule 7)."""
 MakeRequest = Callable[..., Request]
+_NO_HINTS = RouteHints()
 
 
 @dataclass(kw_only=True)
 class Served:
-    """One model behind the server. `make_request(prompt, sampling, store=, tools=, id=, client=)` tokenises; `learning` gives
-    gauges."""
+    """One model behind the server. `make_request(prompt, sampling, store=, tools=, id=, client=, hints=)` tokenises and
+    finds the route; `learning` gives gauges."""
 
     name: str
     backend: Backend
@@ -56,11 +58,14 @@ class Served:
 # --- from a body to a job -------------------------------------------------------------------------------------------
 
 
-def chat_job(body: ChatCompletionRequest, served: Served, *, id: str, reports_counts: bool) -> Job:
+def chat_job(
+    body: ChatCompletionRequest, served: Served, *, id: str, reports_counts: bool, hints: RouteHints = _NO_HINTS
+) -> Job:
     """Slow parts included (template, tokenising, grammar): run it off the event loop. Raises ApiError."""
     tools = [tool.model_dump() for tool in body.tools] if body.tool_choice != "none" else []
     top = (body.top_logprobs or 0) if body.logprobs else None
-    request = _request(body, served, [_message(m) for m in body.messages], tools, body.max_completion_tokens, top, id)
+    messages = [_message(m) for m in body.messages]
+    request = _request(body, served, messages, tools, body.max_completion_tokens, top, id, hints)
     if body.prediction is not None:
         text = _text(body.prediction.content)
         _refuse_too_long(text, served)
@@ -80,11 +85,13 @@ def chat_job(body: ChatCompletionRequest, served: Served, *, id: str, reports_co
     return _job(body, served, [request], f"chatcmpl-{id}", reports_counts, is_chat=True, parses_tools=bool(tools))
 
 
-def completion_job(body: CompletionRequest, served: Served, *, id: str, reports_counts: bool) -> Job:
+def completion_job(
+    body: CompletionRequest, served: Served, *, id: str, reports_counts: bool, hints: RouteHints = _NO_HINTS
+) -> Job:
     """As `chat_job`."""
     requests, echoes = [], []
     for prompt in body.prompts:
-        requests.append(_request(body, served, prompt, [], None, body.logprobs, id))
+        requests.append(_request(body, served, prompt, [], None, body.logprobs, id, hints))
         text = prompt if isinstance(prompt, str) or not body.echo else served.tokenizer.decode(prompt)
         echoes.append(str(text) if body.echo else "")
     return _job(body, served, requests, f"cmpl-{id}", reports_counts, is_chat=False, echoes=echoes)
@@ -98,6 +105,7 @@ def _request(
     max_completion_tokens: int | None,
     logprobs: int | None,
     id: str,
+    hints: RouteHints,
 ) -> Request:
     if isinstance(prompt, str):
         _refuse_too_long(prompt, served)
@@ -112,7 +120,9 @@ def _request(
         )
     try:
         engine_id = f"{id}-{uuid.uuid4().hex[:8]}"  # clients may send one id twice
-        request = served.make_request(prompt, None, store=body.store, tools=tools, id=engine_id, client=body.user or "")
+        request = served.make_request(
+            prompt, None, store=body.store, tools=tools, id=engine_id, client=body.user or "", hints=hints
+        )
     except UserError as error:
         raise ApiError(400, str(error), param="tools" if "tools" in str(error) else "messages") from error
     num_left = served.backend.max_model_len - len(request.prompt_token_ids)

@@ -29,7 +29,7 @@ class Stage:
         self.target = decoder(MODEL)
         self.first = self.publish(in_service, status="in_service")
         self.served = engine(self.target, self.build(self.first), k=2, events=self.events)
-        self.watcher = SwapWatcher(self.served, self.registry, route="default", build=self.build, events=self.events)
+        self.watcher = SwapWatcher(self.served, self.registry, build=self.build, events=self.events)
         self.num_served = 0
 
     def publish(self, weights, status="candidate", parent=None, **fields):
@@ -248,7 +248,7 @@ def test_a_watch_goes_on_after_a_restart(stage, tmp_path):
     again = object.__new__(Stage)
     again.__dict__.update(s.__dict__)
     again.served = engine(s.target, s.build(bad), k=2, events=s.events)
-    again.watcher = SwapWatcher(again.served, s.registry, route="default", build=s.build, events=s.events)
+    again.watcher = SwapWatcher(again.served, s.registry, build=s.build, events=s.events)
     try:
         again.serve(60)
         assert again.served.draft_version == s.first.id
@@ -263,8 +263,8 @@ def test_a_draft_that_fails_outside_a_trial_gives_way_to_the_one_before(stage):
     s.registry.serve(second.id, "default", {})
     s.watcher.look()
     s.serve(1)
-    s.watcher._end_trial()
-    s.watcher._draft.propose = lambda tasks: 1 / 0
+    s.watcher.routes["default"]._end_trial()
+    s.watcher.routes["default"]._draft.propose = lambda tasks: 1 / 0
     s.serve(5)
     assert s.served.draft_version == s.first.id
     assert s.served.draft is not None

@@ -14,7 +14,7 @@ from livedraft.drafts.database import open_database
 from livedraft.events import Events
 from livedraft.learning import capture as capture_room
 from livedraft.learning.capture import Capture, conversation_key, load_secret, write_secret
-from livedraft.learning.store import TraceStore, clear_memory, keep_in_memory
+from livedraft.learning.store import Streams, TraceStore, clear_memory, keep_in_memory
 from livedraft.records import HELD_OUT_SHARE, UserError, is_held_out
 from tests.learning.toy import served_traces
 
@@ -44,7 +44,7 @@ def test_round_trip_of_every_field(tmp_path, traces):
         assert row.is_held_out == is_held_out(trace.conversation_key)
         assert row.num_output_tokens == len(trace.output_token_ids)
     assert store.rows(after_id=rows[3].id) == rows[4:]
-    assert store.rows(route="other") == []
+    assert store.rows(streams=Streams(names=("other",), are_left_out=False)) == []
 
 
 def test_alpha_is_recorded_beside_the_trace(tmp_path, traces):

@@ -580,22 +580,17 @@ def test_a_disk_that_is_full_costs_time_and_nothing_else(state, monkeypatch):
     assert made.memory.num_trained + len(made.memory.fresh) + len(made.memory.held_out) == 12
 
 
-def test_the_loop_outlives_a_disk_that_is_full_and_says_it_once(state, monkeypatch):
+def test_a_turn_outlives_a_disk_that_is_full_and_says_it_once(state, monkeypatch):
     from livedraft.learning import worker as room
 
     made = worker(state)
-    turns = []
 
     def turn():
-        turns.append(1)
-        if len(turns) < 4:
-            raise UserError("The database failed (disk full).")
-        raise KeyboardInterrupt
+        raise UserError("The database failed (disk full).")
 
     monkeypatch.setattr(made, "turn", turn)
     monkeypatch.setattr(room.time, "sleep", lambda seconds: None)
-    with pytest.raises(KeyboardInterrupt):
-        made.run()
+    assert [made.safe_turn() for _ in range(3)] == [False] * 3
     problems = [event for event in read_events(state) if event["event"] == "training_problem"]
     assert [event["reason"] for event in problems] == ["The database failed (disk full)."]
 

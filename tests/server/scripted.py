@@ -79,7 +79,7 @@ def scripted(text: str, *, template: str | None = None, max_num_seqs: int = 2, *
     tokenizer = Tokenizer(hf)
     backend = ScriptedBackend(tokenizer, text, **options)
 
-    def make_request(prompt, sampling=None, *, store=True, tools=None, id=None, client=""):
+    def make_request(prompt, sampling=None, *, store=True, tools=None, id=None, client="", hints=None):
         if isinstance(prompt, str):
             token_ids = tokenizer.encode(prompt)
         elif prompt and isinstance(prompt[0], dict):
