@@ -28,11 +28,10 @@ from livedraft.models.hf_runtime import HFRuntime, max_positions_of, module_of_c
 from livedraft.models.native import fitted, make_decoder
 from livedraft.models.open import OpenModel, open_model
 from livedraft.models.step import ModelStep
-from livedraft.records import DraftVersion, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, UserError
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.tokenizer import Tokenizer, load_tokenizer
 
-ROUTE = "default"
 UNTRAINED = "untrained"
 """The version name of a draft made of the target's first layers."""
 _BARE_PRIOR = 0.05
@@ -178,7 +177,7 @@ class DraftSource:
             return self.resident(draft)
         if draft != "auto" and not is_whole_model(draft):
             return self._first_by_name(draft)
-        version = self.registry.in_service(ROUTE) if self.registry else None
+        version = self.registry.in_service(DEFAULT_ROUTE) if self.registry else None
         if self.registry and version is not None and version.target_fingerprint != self.target_fingerprint:
             raise UserError(
                 f"The drafts in {self.registry.state} were trained for another target; give another --state or the "
@@ -202,13 +201,13 @@ class DraftSource:
     def _first_by_name(self, draft: str) -> DraftModel:
         """With learning the state's own version in service is what serves and what training goes on from."""
         assert self.registry is not None
-        serving = self.registry.in_service(ROUTE)
+        serving = self.registry.in_service(DEFAULT_ROUTE)
         if draft == UNTRAINED and serving is None:
             weights, _ = self.untrained()
             return self.resident(self._publish(weights).id)
         if self.registry.manifest(draft):
             resident = self.resident(draft)
-            self.registry.serve(draft, ROUTE, {"promoted_by": "the command line"})
+            self.registry.serve(draft, DEFAULT_ROUTE, {"promoted_by": "the command line"})
             return resident
         if serving is None and (Path(draft) / WEIGHTS_NAME).exists():
             return self.resident(self._publish(self._stored_draft(draft)).id)
@@ -220,7 +219,7 @@ class DraftSource:
     def _check_kind(self, path: Path) -> None:
         """The state's drafts must have come from this whole model: another one's training cannot go on there."""
         assert self.registry is not None
-        serving = self.registry.in_service(ROUTE)
+        serving = self.registry.in_service(DEFAULT_ROUTE)
         assert serving is not None
         kept, given = self.registry.load(serving), self._whole_model(path)
         if {name: t.shape for name, t in kept.tensors.items()} != {name: t.shape for name, t in given.tensors.items()}:
@@ -234,7 +233,7 @@ class DraftSource:
             except DamagedDraftError as error:  # any other error would hold for all versions alike
                 self.events.emit("draft_refused", version=version.id, reason=str(error))
                 try:
-                    before = self.registry.roll_back(ROUTE, {})
+                    before = self.registry.roll_back(DEFAULT_ROUTE, {})
                 except UserError:
                     before = None
                 self.registry.set_aside(version.id, str(error))
@@ -245,11 +244,11 @@ class DraftSource:
         """The acceptance to expect: what the gate measured, next to nothing of the target's bare layers, else an even guess."""
         if draft is None:
             return 0.0
-        rows = self.registry.versions(ROUTE) if self.registry else []
+        rows = self.registry.versions(DEFAULT_ROUTE) if self.registry else []
         decision = next((row["decision"] for row in rows if row["id"] == draft.version), None)
         if decision and decision.get("alpha") is not None:
             return float(decision["alpha"])
-        serving = self.registry.in_service(ROUTE) if self.registry else None
+        serving = self.registry.in_service(DEFAULT_ROUTE) if self.registry else None
         is_first = serving is not None and serving.id == draft.version and serving.parent is None
         return _BARE_PRIOR if is_first or draft.version == UNTRAINED else 0.3
 
@@ -264,7 +263,7 @@ class DraftSource:
     def _first_version(self, weights: DraftWeights) -> DraftVersion:
         return DraftVersion(
             id=new_version_id(0),
-            route=ROUTE,
+            route=DEFAULT_ROUTE,
             parent=None,
             sha256="",
             target_fingerprint=self.target_fingerprint,

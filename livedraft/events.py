@@ -51,6 +51,7 @@ _SENTENCES = {
     "candidate_rejected": "Candidate {version} was rejected by the gate: {reason}.",
     "promoted_by_operator": "{by} put draft {version} into service.",
     "rolled_back_by_operator": "{by} took draft {version} out of service.",
+    "route_closed_by_operator": "{by} closed route {route}; the default route's draft serves its requests.",
     "learning_paused": "Learning was paused.",
     "learning_resumed": "Learning goes on.",
     "training_restarted": "Training starts again from {version}, because {reason}; next candidate after "

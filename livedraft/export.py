@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.registry import MANIFEST_NAME, WEIGHTS_NAME, Registry, new_version_id
 from livedraft.drafts.weights import DraftWeights, check_against_target, load_draft, save_draft
 from livedraft.learning.batches import collate, example_from_trace
@@ -30,7 +29,7 @@ from livedraft.learning.store import TraceStore, read_recorded
 from livedraft.models.config import ModelConfig, hf_config
 from livedraft.models.export_gguf import write_gguf_like
 from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD
-from livedraft.records import DraftVersion, Trace, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, Trace, UserError
 from livedraft.tokenizer import Tokenizer, load_tokenizer
 
 MAX_ABSENT_MASS = 0.005
@@ -259,7 +258,7 @@ def _interleaved(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.
 def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion:
     """A version's folder from elsewhere becomes a version here, not in service. Raises UserError for what does not fit."""
     draft = load_draft(folder / WEIGHTS_NAME)
-    serving = registry.in_service(ROUTE)
+    serving = registry.in_service(DEFAULT_ROUTE)
     if serving is None:
         raise UserError(f"{registry.state} has no draft in service yet; start serving with it first.")
     if not draft.is_whole_model:

@@ -7,6 +7,7 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sqlite3
@@ -207,10 +208,11 @@ class LLM:
             threading.Thread(target=self._remember_texts, name="livedraft-texts", daemon=True).start()
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
+        save = self.router.save if self.router else lambda: None
         serving = self.registry.in_service(DEFAULT_ROUTE) if self.registry else None
         if self.registry is not None and serving is not None and serving.id == self.engine.draft_version:
             assert self.upkeep is not None
-            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
+            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report, save=save)
             self.swap = SwapWatcher(
                 self.engine,
                 self.registry,
@@ -220,7 +222,7 @@ class LLM:
                 after_look=self.upkeep.look,
             )
         elif self.upkeep is not None:  # nothing is swapped, but an operator's deletions hold here too
-            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report)
+            self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report, save=save)
             self.upkeep.look_now_and_then()
         if self._learns and self.state is not None:
             self.trainer = TrainerProcess(
@@ -425,6 +427,9 @@ class LLM:
         if self.upkeep is not None:
             self.upkeep.close()
             self.upkeep.keep_events()
+        if self.router is not None:
+            with contextlib.suppress(UserError):  # the disk is full: topics are found anew
+                self.router.save()
         if self.trainer is not None:
             self.trainer.close()
         if self.capture is not None and self.learning.memory_only and self.state is not None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_controls, read_events, read_status, record_events, set_control
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights
 from livedraft.events import described
 from livedraft.learning.capture import conversation_key, load_secret
+from livedraft.learning.process import trainer_status_name
 from livedraft.learning.store import TraceStore
-from livedraft.records import DraftVersion, UserError
+from livedraft.records import DEFAULT_ROUTE, DraftVersion, UserError
 
 _STALE_SECONDS = 10.0
 
@@ -84,25 +84,58 @@ def _relative_changes(before: DraftWeights, after: DraftWeights) -> dict[str, fl
 
 
 def promote_draft(state: Path, version_id: str, by: str) -> str:
-    version = Registry(state).serve(version_id, ROUTE, {"promoted_by": by, "promoted_at": time.time()})
+    registry = Registry(state)
+    route = registry.version(version_id)["route"]
+    version = registry.serve(version_id, route, {"promoted_by": by, "promoted_at": time.time()})
     _record(state, "promoted_by_operator", version=version.id, by=by)
     return f"{version.id} is in service on route {version.route}; a running server takes it up within a second and watches it."
 
 
-def roll_back(state: Path, by: str) -> str:
+def roll_back(state: Path, by: str, route: str = DEFAULT_ROUTE) -> str:
     """A canary is withdrawn; without one the version before the one in service comes back."""
     registry = Registry(state)
-    canary = registry.canary(ROUTE)
+    canary = registry.canary(route)
     reason = {"rolled_back_by": by, "rolled_back_at": time.time()}
     if canary is not None:
         is_withdrawn = registry.withdraw(canary.id, reason)
     if canary is not None and is_withdrawn:
         _record(state, "rolled_back_by_operator", version=canary.id, by=by)
         return f"The canary {canary.id} is withdrawn; what is in service stays."
-    leaving = registry.in_service(ROUTE)
-    version = registry.roll_back(ROUTE, reason)
+    leaving = registry.in_service(route)
+    version = registry.roll_back(route, reason)
     _record(state, "rolled_back_by_operator", version=leaving.id if leaving else None, previous=version.id, by=by)
     return f"{version.id} is in service again on route {version.route}; a running server takes it up within a second."
+
+
+def list_routes(state: Path) -> list[dict[str, Any]]:
+    """Every stream of traffic that was seen: requests, acceptance of the newest scored ones, whose draft serves it."""
+    registry, store = Registry(state), TraceStore(state)
+    routes, assignments = registry.routes(), registry.assignments()
+    rows = []
+    for stream, (num_traces, alpha) in store.by_route().items():
+        served_by = assignments.get(stream, stream)
+        served_by = served_by if served_by in routes else DEFAULT_ROUTE
+        version = registry.in_service(served_by)
+        rows.append(
+            {
+                "route": stream,
+                "served_by": served_by,
+                "version": version.id if version else None,
+                "traces": num_traces,
+                "alpha_last_100": alpha,
+            }
+        )
+    return rows
+
+
+def close_route(state: Path, route: str, by: str) -> str:
+    """The default route's draft serves its requests. Raises UserError for a route that has no draft of its own."""
+    registry = Registry(state)
+    if route not in registry.routes():
+        raise UserError(f"Route {route!r} has no draft of its own; see `livedraft drafts routes`.")
+    registry.close_route(route, {"closed_by": by, "closed_at": time.time()})
+    _record(state, "route_closed_by_operator", route=route, by=by)
+    return f"Route {route} is closed; a running server serves its requests with the default route's draft."
 
 
 def _record(state: Path, name: str, **fields: Any) -> None:
@@ -116,10 +149,12 @@ def learning_status(state: Path) -> dict[str, Any]:
     """What is in service, what the trainer does, and what it costs."""
     trainer, serving, controls = read_status(state, "trainer"), read_status(state, "serving"), read_controls(state)
     store, registry = TraceStore(state), Registry(state)
-    version, canary = registry.in_service(ROUTE), registry.canary(ROUTE)
+    version, canary = registry.in_service(DEFAULT_ROUTE), registry.canary(DEFAULT_ROUTE)
+    others = [route for route in registry.routes() if route != DEFAULT_ROUTE]
     return {
         "in_service": version.id if version else None,
         "canary": canary.id if canary else None,
+        "routes": {route: read_status(state, trainer_status_name(route)) for route in others},
         "paused": bool(controls["paused"]),
         "server_running": bool(serving) and time.time() - serving["updated_at"] < _STALE_SECONDS,
         **store.summary(),

@@ -44,6 +44,7 @@ class Upkeep:
         self._closing = threading.Event()
         self._forget_prefixes: Callable[[], None] = lambda: None
         self._report: Callable[[], dict[str, Any]] = dict
+        self._save: Callable[[], None] = lambda: None
         self._reported_at = self._limited_at = 0.0
         self._clock_offset = time.time() - time.monotonic()
         self._no_ageing_until = 0.0
@@ -63,9 +64,16 @@ class Upkeep:
         if traces:
             self._events.emit("traces_found", num_traces=traces)
 
-    def start(self, *, forget_prefixes: Callable[[], None], report: Callable[[], dict[str, Any]]) -> None:
-        """The engine is there: `report` says what serving has used."""
-        self._forget_prefixes, self._report = forget_prefixes, report
+    def start(
+        self,
+        *,
+        forget_prefixes: Callable[[], None],
+        report: Callable[[], dict[str, Any]],
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The engine is there: `report` says what serving has used; `save` keeps what else should outlive the process, and
+        raises UserError when it cannot."""
+        self._forget_prefixes, self._report, self._save = forget_prefixes, report, save
 
     def read_texts(self, streams: Streams, texts: Traffic, most_tokens: int) -> Traffic | None:
         """What the newest traces of some streams said, for suffixes; the oldest of them first. Held-out ones are left out. None
@@ -115,6 +123,7 @@ class Upkeep:
         if now - self._limited_at > _LIMIT_SECONDS:
             self._limited_at = now
             self._enforce_limits(now)
+            self._save()
         self.keep_events()
 
     def _watch_clock(self) -> None:

@@ -23,10 +23,9 @@ import numpy as np
 
 from livedraft.bench.http_client import Streamed, StreamingClient
 from livedraft.bench.serve import bench_prompts, running_server
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_status, set_control
 from livedraft.drafts.registry import Registry
-from livedraft.records import UserError
+from livedraft.records import DEFAULT_ROUTE, UserError
 from livedraft.tokenizer import Message
 
 _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
@@ -56,7 +55,7 @@ def run(
         options = ["--learn", level, "--state", str(state)]
         with running_server(model, options, dtype=dtype, threads=threads) as address:
             result = asyncio.run(_measure(address, state, prompts, load, windows, window_seconds, max_tokens))
-        promoted = [row for row in Registry(state).versions(ROUTE) if (row["decision"] or {}).get("promote")]
+        promoted = [row for row in Registry(state).versions(DEFAULT_ROUTE) if (row["decision"] or {}).get("promote")]
     result |= {"level": level, "load": load, "windows": windows, "versions_promoted": len(promoted)}
     print(file=sys.stderr)
     print(json.dumps(result) if as_json else "\n".join(f"{name:>32}  {value}" for name, value in result.items()))

@@ -26,14 +26,14 @@ from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.device import num_available_cores
-from livedraft.draft_source import ROUTE, UNTRAINED
+from livedraft.draft_source import UNTRAINED
 from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.events import Event, Events, described
 from livedraft.learning.capture import write_secret
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.llm import LLM
 from livedraft.models.pull import MODELS, pull, resolve_model
-from livedraft.records import SamplingParams, UserError
+from livedraft.records import DEFAULT_ROUTE, SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats
 
 NUM_HELD_OUT_PROMPTS = 10
@@ -84,7 +84,7 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
         _wait_for(lambda: bool(read_status(state, "trainer")), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
         rows = _wait_until_settled(llm, num_requests, log)
-        learned_version = llm.registry.in_service(ROUTE).id  # type: ignore[union-attr]  # it learns
+        learned_version = llm.registry.in_service(DEFAULT_ROUTE).id  # type: ignore[union-attr]  # it learns
         llm.close()  # learning ends here; only speed is measured from now on
         timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
         result = _result(llm, rows, timings, stats, same, learned_version)
@@ -228,7 +228,7 @@ def _result(
     learned_version: str,
 ) -> dict[str, Any]:
     assert llm.registry is not None
-    versions = llm.registry.versions(ROUTE)
+    versions = llm.registry.versions(DEFAULT_ROUTE)
     first_version = versions[0]["id"]
     first = [row for row in rows[:NUM_FIRST_REQUESTS] if row.draft_version == first_version]
     last = rows[-max(1, len(rows) // 5) :]

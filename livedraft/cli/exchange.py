@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 
 from livedraft.cli.state import state_folder
 from livedraft.config import EngineConfig
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import DATABASE_NAME
 from livedraft.drafts.registry import Registry
 from livedraft.engine.judging import judged_trace
@@ -28,7 +27,7 @@ from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore, read_shard, write_shard
 from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
-from livedraft.records import Request, SamplingParams, Trace, UserError
+from livedraft.records import DEFAULT_ROUTE, Request, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message, Tokenizer, load_tokenizer
 
 FORMATS = ("openai", "sharegpt", "prompts", "tokens", "traces")
@@ -135,7 +134,7 @@ def import_traces(
     is_shard = format == "traces" or (format is None and file.suffix == ".safetensors")
     with LLM(model, draft="none", dtype=dtype, num_threads=threads, engine=EngineConfig(num_prefix_slots=0)) as llm:
         llm.secret = load_secret(folder)
-        serving = Registry(folder).in_service(ROUTE) if (folder / DATABASE_NAME).exists() else None
+        serving = Registry(folder).in_service(DEFAULT_ROUTE) if (folder / DATABASE_NAME).exists() else None
         if serving is not None and serving.target_fingerprint != llm.target_fingerprint:
             raise UserError(f"The drafts in {folder} are for another target than {model}; name theirs with --model.")
         writer = _Writer(folder)

@@ -33,8 +33,20 @@ def promote_draft(state: Path | None, version_id: str) -> None:
     say(operations.promote_draft, state, version_id, _OPERATOR)
 
 
-def roll_back(state: Path | None) -> None:
-    say(operations.roll_back, state, _OPERATOR)
+def roll_back(state: Path | None, route: str) -> None:
+    say(operations.roll_back, state, _OPERATOR, route)
+
+
+def close_route(state: Path | None, route: str) -> None:
+    say(operations.close_route, state, route, _OPERATOR)
+
+
+def list_routes(state: Path | None, *, as_json: bool) -> None:
+    rows = operations.list_routes(state_folder(state))
+    if as_json:
+        print(json.dumps({"routes": rows}))
+        return
+    _print_table("routes", ["route", "served_by", "version", "traces", "alpha_last_100"], rows)
 
 
 def export_draft(state: Path | None, version_id: str, path: Path, *, format: str, model: str) -> None:

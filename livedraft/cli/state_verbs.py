@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from livedraft.cli.options import DEFAULT_MODEL, Dtype, Json, Model, State, Threads
+from livedraft.records import DEFAULT_ROUTE
 
 drafts_app = typer.Typer(help="Versions of the draft: look, promote, go back.", no_args_is_help=True)
 learn_app = typer.Typer(help="The training beside serving: look, pause, resume, now.", no_args_is_help=True)
@@ -77,11 +78,31 @@ def drafts_promote(version: VersionId, state: State = None) -> None:
 
 
 @drafts_app.command("rollback")
-def drafts_rollback(state: State = None) -> None:
+def drafts_rollback(
+    route: Annotated[str, typer.Option(help="Whose draft.")] = DEFAULT_ROUTE, state: State = None
+) -> None:
     """Withdraw the canary or, without one, go back to the version before; training goes on from there."""
     from livedraft.cli.state import roll_back
 
-    roll_back(state)
+    roll_back(state, route)
+
+
+@drafts_app.command("routes")
+def drafts_routes(state: State = None, as_json: Json = False) -> None:
+    """Streams of traffic, and whose draft serves each."""
+    from livedraft.cli.state import list_routes
+
+    list_routes(state, as_json=as_json)
+
+
+@drafts_app.command("close")
+def drafts_close(
+    route: Annotated[str, typer.Argument(help="As `drafts routes` shows it.")], state: State = None
+) -> None:
+    """Take a route's own draft out of service; the default route's serves its requests."""
+    from livedraft.cli.state import close_route
+
+    close_route(state, route)
 
 
 @learn_app.command("status")

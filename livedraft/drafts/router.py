@@ -29,7 +29,7 @@ from sklearn.cluster import kmeans_plusplus
 from sklearn.feature_extraction.text import HashingVectorizer
 
 from livedraft.config import RoutingConfig, is_route_name
-from livedraft.records import DEFAULT_ROUTE, RouteHints
+from livedraft.records import DEFAULT_ROUTE, RouteHints, UserError
 
 MAX_NAMES = 64
 """Of clients' own words, API keys and system prompts that are told apart at a time: anybody may make some up."""
@@ -124,8 +124,11 @@ class Router:
         return name
 
     def save(self) -> None:
-        """What was learnt of topics. Raises OSError on a full disk."""
-        self._topics.save()
+        """What was learnt of topics. Raises UserError on a full disk."""
+        try:
+            self._topics.save()
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"The topics could not be stored ({error}); free disk space.") from error
 
 
 class Topics:
@@ -175,7 +178,7 @@ class Topics:
         return nearest
 
     def save(self) -> None:
-        """Whole or not at all. Raises OSError on a full disk."""
+        """Whole or not at all."""
         with self._lock:
             if self._path is None or self._centres_KF is None:
                 return

@@ -176,6 +176,22 @@ class TraceStore:
             "alpha_new_prompts": mean([alpha for alpha, is_repeat in scored if not is_repeat]),
         }
 
+    def by_route(self) -> dict[str, tuple[int, float | None]]:
+        """Of each stream of traffic: how many traces, and mean alpha of the last hundred scored ones. The largest first."""
+        with open_database(self.state) as database:
+            counts = database.execute("SELECT route, count(*) FROM traces GROUP BY route ORDER BY 2 DESC").fetchall()
+            return {
+                route: (
+                    count,
+                    database.execute(
+                        "SELECT avg(alpha) FROM (SELECT alpha FROM traces WHERE route = ? AND alpha IS NOT NULL"
+                        " ORDER BY id DESC LIMIT 100)",
+                        (route,),
+                    ).fetchone()[0],
+                )
+                for route, count in counts
+            }
+
     def close_shards(self) -> None:
         """Read from disk again next time: shards may have been rewritten."""
         self._open_shards.clear()

@@ -110,8 +110,12 @@ class Team:
         write_status(self.state, ROUTING_STATUS, {**self.routing.state(), "last_trace_id": self._last_trace_id})
 
     def _follow_registry(self) -> None:
-        """An operator may have closed a route."""
+        """An operator may have closed a route, or put a version of a closed one into service."""
         kept = self.registry.routes()
+        for route in [route for route in kept if route not in self.workers]:
+            self.routing.apply(Change(kind="open", stream=route, route=DEFAULT_ROUTE, reason="an operator opened it"))
+            self.workers[route] = self._worker(route)
+            self._share_out()
         for route in [route for route in self.routing.open if route not in kept]:
             self._apply(Change(kind="close", stream=route, route=route, reason="an operator closed it"))
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
 from livedraft import operations
-from livedraft.records import UserError
+from livedraft.records import DEFAULT_ROUTE, UserError
 from livedraft.server.errors import ApiError
 
 _BY = "the admin API"
@@ -51,8 +51,16 @@ def admin_routes(state: Callable[[], Path | None]) -> APIRouter:
         return await said(operations.promote_draft, version_id, _BY)
 
     @router.post("/rollback")
-    async def rollback() -> dict[str, str]:
-        return await said(operations.roll_back, _BY)
+    async def rollback(route: str = DEFAULT_ROUTE) -> dict[str, str]:
+        return await said(operations.roll_back, _BY, route)
+
+    @router.get("/routes")
+    async def routes() -> dict[str, Any]:
+        return {"routes": await run(operations.list_routes)}
+
+    @router.post("/routes/{route}/close")
+    async def close_route(route: str) -> dict[str, str]:
+        return await said(operations.close_route, route, _BY)
 
     @router.get("/learn")
     async def learn() -> Any:

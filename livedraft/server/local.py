@@ -70,6 +70,7 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
         "trainer_up": float(llm.trainer.pid is not None),
         "traces_dropped": float(llm.capture.num_dropped),
         "traces_redacted": float(llm.capture.num_redacted),
+        "routes": float(len(llm.engine.drafting.routes)),
         "trial_running": float(llm.swap is not None and llm.swap.trial is not None),
     }
     try:

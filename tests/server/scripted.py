@@ -86,7 +86,13 @@ def scripted(text: str, *, template: str | None = None, max_num_seqs: int = 2, *
             token_ids = tokenizer.encode_chat(prompt, tools)
         else:
             token_ids = prompt
-        return Request(id=id, prompt_token_ids=tuple(token_ids), store=store, client_key=client)
+        return Request(
+            id=id,
+            prompt_token_ids=tuple(token_ids),
+            store=store,
+            client_key=client,
+            route=hints.named if hints and hints.named else "default",
+        )
 
     return Served(
         name="script",

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from livedraft.config import ServerConfig
-from livedraft.drafts.database import read_controls, record_events
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.database import read_controls, record_events, write_status
+from livedraft.drafts.registry import ROUTING_STATUS, Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore
@@ -92,6 +92,28 @@ def test_drafts_are_listed_shown_compared_promoted_and_rolled_back(client, state
         assert client.get(path, headers=KEY).status_code == 404
     sentences = [event["sentence"] for event in client.get("/admin/events", headers=KEY).json()["events"]]
     assert sentences[-1] == f"the admin API took draft {second.id} out of service."
+
+
+def test_routes_are_listed_rolled_back_and_closed(client, state, drafts):
+    first = drafts[0]
+    version = dataclasses.replace(first, id=f"{first.id}-shop", route="shop")
+    Registry(state).publish(lambda path: save_draft(one_layer_draft(), path), version, status="in_service")
+    traces = [dataclasses.replace(trace, route=r) for r, trace in zip(("shop", "tools"), served_traces(2, first=9))]
+    TraceStore(state).append(traces)
+    write_status(state, ROUTING_STATUS, {"assignments": {"tools": "shop", "lost": "gone"}})
+    rows = client.get("/admin/routes", headers=KEY).json()["routes"]
+    assert {row["route"]: (row["served_by"], row["version"], row["traces"]) for row in rows} == {
+        "default": ("default", first.id, 5), "shop": ("shop", version.id, 1), "tools": ("shop", version.id, 1),
+    }  # fmt: skip
+    assert list(client.get("/admin/learn", headers=KEY).json()["routes"]) == ["shop"]
+    assert client.post("/admin/rollback?route=shop", headers=KEY).status_code == 409
+    assert client.post("/admin/routes/shop/close", headers=KEY).status_code == 200
+    assert Registry(state).routes() == ["default"]
+    for route in ("shop", "default", "nowhere"):
+        assert client.post(f"/admin/routes/{route}/close", headers=KEY).status_code == 409
+    assert {row["served_by"] for row in client.get("/admin/routes", headers=KEY).json()["routes"]} == {"default"}
+    assert client.post(f"/admin/drafts/{version.id}/promote", headers=KEY).status_code == 200
+    assert Registry(state).routes() == ["default", "shop"]
 
 
 def test_a_rollback_takes_the_canary_first(client, state, drafts):

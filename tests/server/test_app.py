@@ -569,3 +569,14 @@ def test_joined_streams_reject_what_comes_after_the_finish():
     chunk = {"choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}]}
     with pytest.raises(AssertionError):
         joined("".join(f"data: {json.dumps(chunk)}\n\n" for _ in range(2)) + "data: [DONE]\n\n", False)
+
+
+def test_a_client_may_name_its_route_in_a_header_or_in_metadata(client):
+    backend = client.server.served.backend
+    assert client.post("/v1/chat/completions", CHAT, headers={"x-livedraft-route": "shop"}).status_code == 200
+    assert client.post("/v1/chat/completions", CHAT | {"metadata": {"route": "tools"}}).status_code == 200
+    assert client.post("/v1/chat/completions", CHAT).status_code == 200
+    assert [request.route for request in backend.requests[-3:]] == ["shop", "tools", "default"]
+    for name in ("Shop", "a b", "x" * 41, "../x"):
+        message = error_of(client.post("/v1/chat/completions", CHAT, headers={"x-livedraft-route": name}), 400)
+        assert "route must be" in str(message)
