@@ -346,6 +346,8 @@ class ServerConfig:
     """A completion that takes longer, waiting included, is ended."""
     drain_timeout_seconds: float = 30.0
     """After SIGTERM running completions have this long."""
+    status_seconds: float = 10.0
+    """While requests run, a line on standard error this often; 0 is never."""
     per_request_metrics: bool = False
     """Adds `metrics.speculative_decoding` to responses, as vLLM does."""
 
@@ -358,5 +360,6 @@ class ServerConfig:
             "admin_key must not be one of api_keys: whoever may ask must not be able to promote drafts.",
         )
         _require(self.max_queue >= 0, f"max_queue must not be negative, got {self.max_queue}.")
+        _require(self.status_seconds >= 0, f"status_seconds must not be negative, got {self.status_seconds}.")
         for name in ("max_request_bytes", "request_timeout_seconds", "drain_timeout_seconds"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
