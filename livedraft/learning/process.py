@@ -26,7 +26,7 @@ _HEALTHY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 """Ctrl-C in a terminal goes to the whole group: the worker ends when its pipe closes, not in the middle of a step. Not a
-session of its own: where each session gets its share of the CPU, idle priority would be among the trainer's own threads only."""
+session of its own: where each session gets its share of the CPU, an idle priority counts within the session only."""
 
 
 def worker_command(*, state: Path, target: Path, route: str, config: LearningConfig, max_positions: int) -> list[str]:
