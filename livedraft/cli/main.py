@@ -344,7 +344,7 @@ def main() -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        app()
+        app(prog_name="livedraft")
     except (UserError, ValueError) as error:
         print(f"livedraft: {error}", file=sys.stderr)
         sys.exit(1)
