@@ -1,5 +1,5 @@
 """The commands of README and quick start, run as they stand: in an empty home, with the real model, one after the other, so
-that what one leaves the next one finds. What is not run is named here, with the reason; a command that is neither is an error."""
+that what one leaves the next one finds. What is not run is named here with its reason; what is neither is an error."""
 
 import os
 import re
