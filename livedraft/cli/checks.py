@@ -20,8 +20,9 @@ import torch
 from livedraft.cli.doctor import Finding
 from livedraft.device import available_memory_bytes, choose_execution_path, num_available_cores
 from livedraft.drafts.database import DATABASE_NAME, DATABASE_SCHEMA_VERSION, read_controls, read_status
+from livedraft.engine.slots import within_model
 from livedraft.models.load import expected_shapes, read_config
-from livedraft.models.native import fitted, unavailable_reason, with_kernels
+from livedraft.models.native import fitted, quantized, unavailable_reason, with_kernels
 from livedraft.models.open import is_native
 from livedraft.models.pull import MODELS, is_hub_name, is_whole, models_folder, resolve_model
 from livedraft.records import UserError
@@ -89,8 +90,9 @@ def check_cpu(settings: Settings) -> list[Finding]:
     found = ", ".join([capability, "bf16 products" if has_bf16 else "no bf16 products", "AMX" if has_amx else "no AMX"])
     try:
         path = with_kernels(choose_execution_path(settings.model.dtype, settings.model.device), settings.model.dtype)
-    except ValueError as error:
-        fix = 'livedraft config show  # [model] device = "auto" takes what there is'
+        path = quantized(path, settings.model.quantization)
+    except (ValueError, UserError) as error:
+        fix = "livedraft config show  # [model] dtype, device, quantization; left out, each is what this machine has"
         return [Finding(name="cpu", level="failure", text=str(error), fix=fix)]
     dtype = str(path.dtype).removeprefix("torch.")
     text = f"{platform.machine()}, {found}; models run in {dtype}"
@@ -166,6 +168,11 @@ def check_model(settings: Settings) -> list[Finding]:
         text = f"{path}, of a family that transformers runs: one request at a time, and drafts of its own layers are not made"
         return [Finding(name="model", level="note", text=text), *_memory(num_bytes)]
     config = read_config(path)
+    try:
+        within_model(settings.engine, config.max_positions)
+    except ValueError as error:
+        fix = f"livedraft serve --max-model-len {config.max_positions}"
+        return [Finding(name="model", level="failure", text=str(error), fix=fix)]
     run_path = with_kernels(choose_execution_path(settings.model.dtype, settings.model.device), settings.model.dtype)
     num_parameters = sum(prod(shape) for shape in expected_shapes(config).values())
     findings = [Finding(name="model", text=f"{name}, {num_parameters / 1e6:.0f} M parameters, at {path}")]
@@ -186,6 +193,17 @@ def _memory(num_bytes: int) -> list[Finding]:
         fix = "livedraft serve --max-num-seqs 2 --max-model-len 1024"
         return [Finding(name="memory", level="warning", text=f"{text}, which is little", fix=fix)]
     return [Finding(name="memory", text=text)]
+
+
+def check_draft(settings: Settings) -> list[Finding]:
+    """The one that is asked for by name is there; whether it fits the target is seen when both are loaded."""
+    draft = settings.model.draft
+    if draft in ("auto", "none", "untrained"):
+        return []
+    if Path(draft).exists() or (state_folder(settings) / "drafts" / draft).exists():
+        return [Finding(name="draft", text=draft)]
+    text = f"there is no draft {draft!r}, neither as a folder or file nor as a version in {state_folder(settings)}"
+    return [Finding(name="draft", level="failure", text=text, fix="livedraft drafts list")]
 
 
 # --- where it is kept, and where it listens -------------------------------------------------------------------------
@@ -354,6 +372,6 @@ def _schema_version(database: Path) -> int:
 
 
 ALL: tuple[Callable[[Settings], list[Finding]], ...] = (
-    check_torch, check_gpu, check_cpu, check_kernels, check_threads, check_model, check_state, check_disk, check_address,
+    check_torch, check_gpu, check_cpu, check_kernels, check_threads, check_model, check_draft, check_state, check_disk, check_address,
     check_extras,
 )  # fmt: skip

@@ -12,7 +12,17 @@ from livedraft.cli.options import DEFAULT_MODEL, Dtype, Json, Model, State, Thre
 drafts_app = typer.Typer(help="Versions of the draft: look, promote, go back.", no_args_is_help=True)
 learn_app = typer.Typer(help="The training beside serving: look, pause, resume, now.", no_args_is_help=True)
 traces_app = typer.Typer(help="What is kept of served requests: look, delete.", no_args_is_help=True)
-VersionId = Annotated[str, typer.Argument(help="As `drafts list` shows it.")]
+
+
+def _known_versions(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell's completion: from the folders alone, because reading the registry would import torch."""
+    import platformdirs
+
+    state = Path(context.params.get("state") or platformdirs.user_state_path("livedraft"))
+    return sorted(path.name for path in (state / "drafts").glob(f"{incomplete}*") if (path / "manifest.json").exists())
+
+
+VersionId = Annotated[str, typer.Argument(help="As `drafts list` shows it.", autocompletion=_known_versions)]
 
 
 @drafts_app.command("list")

@@ -92,6 +92,16 @@ def test_the_shell_completes_verbs_and_options():
         assert real_livedraft(**asked).stdout.split() == [meant]
 
 
+def test_the_shell_completes_versions_of_the_state_that_is_named(tmp_path):
+    for name in ("v0001-aaaaaa", "v0002-bbbbbb", "v0003-cccccc"):
+        (tmp_path / "drafts" / name).mkdir(parents=True)
+        if name != "v0003-cccccc":  # a leftover that is no version
+            (tmp_path / "drafts" / name / "manifest.json").write_text("{}")
+    words = f"livedraft drafts show --state {tmp_path} v0"
+    asked = {"_LIVEDRAFT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "5"}
+    assert real_livedraft(**asked).stdout.split() == ["v0001-aaaaaa", "v0002-bbbbbb"]
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m livedraft config reference | head -1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
