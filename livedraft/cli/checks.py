@@ -372,6 +372,6 @@ def _schema_version(database: Path) -> int:
 
 
 ALL: tuple[Callable[[Settings], list[Finding]], ...] = (
-    check_torch, check_gpu, check_cpu, check_kernels, check_threads, check_model, check_draft, check_state, check_disk, check_address,
-    check_extras,
+    check_torch, check_gpu, check_cpu, check_kernels, check_threads, check_model, check_draft, check_state, check_disk,
+    check_address, check_extras,
 )  # fmt: skip

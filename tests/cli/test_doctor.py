@@ -200,13 +200,12 @@ def test_a_dtype_the_machine_has_not_and_a_device_that_is_not_there(monkeypatch)
     assert only(checks.check_cpu(settings(model={"device": "cuda"}))).level == "failure"
 
 
-def test_settings_that_this_model_or_machine_cannot_honour(model_folder, tmp_path, monkeypatch):
+def test_settings_that_this_model_or_machine_cannot_honour(model_folder, tmp_path):
     long = settings(model={"name": str(model_folder)}, engine={"max_model_len": 9999})
     assert "--max-model-len 512" in only(checks.check_model(long)).fix
     assert only(checks.check_draft(settings(model={"draft": str(tmp_path / "no")}))).level == "failure"
     assert only(checks.check_draft(settings(model={"draft": str(model_folder)}))).level == "ok"
     assert checks.check_draft(settings()) == []
-    monkeypatch.setenv("LIVEDRAFT_KERNELS", "torch")
     rounded = settings(model={"quantization": "int8", "dtype": "float32"})
     assert "int8 weights need" in only(checks.check_cpu(rounded)).text
 
