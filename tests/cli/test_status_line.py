@@ -48,7 +48,7 @@ def test_the_line_says_what_happened_since_the_last_one():
     assert "draft v1" in text
     assert "learning off" in text
     counters.record("v2", num_drafted=3, num_accepted=1, num_emitted=2)
-    assert "acceptance rate 0.33 (by position 1.00 0.00), mean acceptance length 2.00, k 3.0" in line.next()
+    assert "acceptance rate 0.33 (by position 1.00 0.00 0.00), mean acceptance length 2.00, k 3.0" in line.next()
     counters.record("v2", num_drafted=0, num_accepted=0, num_emitted=1)
     assert "nothing drafted" in line.next()
     assert line.next() is None

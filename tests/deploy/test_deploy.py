@@ -25,6 +25,7 @@ DEPLOY = ROOT / "deploy"
 FROM_PROMETHEUS = {"up": {"job", "instance"}}
 """What Prometheus itself adds about whom it scrapes."""
 SCRAPE_LABELS = {"job", "instance"}
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def samples(model_folder, tmp_path_factory):
     with ServerProcess(
         model_folder, *options, LIVEDRAFT_SPECULATION__NUM_SPECULATIVE_TOKENS="2", **TINY_ENVIRONMENT
     ) as server:
-        ask(server, 8)
-        wait_for(lambda: shown("learn", "status", "--state", state, "--json")["trainer"].get("num_steps", 0) > 0)
+        ask(server, 12)
+        wait_for(lambda: shown("learn", "status", "--state", state, "--json")["trainer"].get("num_steps", 0) > 0, 150)
         text = httpx.get(f"{server.url}/metrics", timeout=10).text
     found = {}
     for family in text_string_to_metric_families(text):
