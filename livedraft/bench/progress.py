@@ -30,4 +30,6 @@ class Bar:
     def stop(self) -> None:
         self._progress.stop()
         atexit.unregister(self._progress.stop)
-        self._task = None
+        if self._task is not None:  # the next one begins alone
+            self._progress.remove_task(self._task)
+            self._task = None
