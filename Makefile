@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-long lint format types bench
+.PHONY: setup demo test test-long lint format types docs reference bench
 
 setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
@@ -42,6 +42,13 @@ types: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix livedraft tests
 	$(BIN)/ruff format livedraft tests
+
+# Links, files and tests that the documents name, the configuration reference, and every cheap command of README and quick start.
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "long or not long" --timeout 1200 tests/docs
+
+reference: setup
+	$(BIN)/livedraft config reference > docs/configuration.md
 
 bench: setup
 	$(BIN)/livedraft bench speed --prompts $${PROMPTS:?set PROMPTS to a folder with gsm8k.jsonl}/gsm8k.jsonl --limit 20

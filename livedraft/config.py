@@ -112,6 +112,7 @@ class LearningConfig:
     level: Literal["gentle", "on", "eager"] = "gentle"
     """How often the trainer takes its turn while requests run: seldom, sometimes, always. Idle compute it always uses."""
     loss: Loss = "hybrid"
+    """What is minimised; `livedraft/learning/losses.py` defines each."""
     learning_rate: float | None = None
     """At the start, and again when the traffic changes; None tries a few rates on the first requests and keeps the best."""
     warmup_steps: int = 5
@@ -135,6 +136,7 @@ class LearningConfig:
     max_vocabulary_size: int = 8192
     """The most rows a draft's head may have."""
     num_threads: int = 1
+    """Of the training process; it waits passively and runs at idle priority."""
     micro_batch_tokens: int = 512
     """Tokens in one forward and backward; short enough that the trainer can yield between two."""
     positions: Literal["all", "rejected"] = "all"
@@ -142,6 +144,7 @@ class LearningConfig:
     select_fraction: float = 1.0
     """Share of the positions that teach, chosen by AdaSPEC's rule; 1 keeps all."""
     seed: int = 0
+    """Of the order of requests and of ties between them."""
     memory_only: bool = False
     """Traces live in memory (tmpfs) and are gone when the server ends."""
     redact: str | None = None
@@ -150,6 +153,7 @@ class LearningConfig:
     max_store_gb: float = 2.0
     """Traces on disk; the oldest go first."""
     max_trace_age_days: float = 30.0
+    """Older traces are deleted."""
 
     def __post_init__(self) -> None:
         _require(self.level in ("gentle", "on", "eager"), f"level must be gentle, on or eager, got {self.level!r}.")
@@ -231,15 +235,21 @@ class DistillConfig:
     method: Literal["distillspec", "adaspec"] = "adaspec"
     """adaspec trains the DistillSpec draft first, as its reference, and reports both."""
     loss: Loss = "forward_kl"
+    """What is minimised; `livedraft/learning/losses.py` defines each."""
     epochs: int = 3
+    """Passes over the responses."""
     reference_epochs: int | None = None
     """Of the DistillSpec run that an AdaSPEC run starts with; None is as many as `epochs`."""
     batch_size: int = 8
     """Requests a step, over all processes."""
     learning_rate: float = 3e-3
+    """At its highest."""
     warmup_steps: int = 5
+    """First steps, over which the rate rises to its full height."""
     decay_from_step: int = 80
+    """From here on the rate falls with the root of the steps; 0 keeps it constant."""
     averaging: float = 0.99
+    """Longest memory of the running average of the weights that the result is; 0 takes the last ones."""
     select_fraction: float = 0.4
     """Share of each window's positions that AdaSPEC keeps."""
     select: Literal["top", "bottom", "random"] = "top"
@@ -257,14 +267,19 @@ class DistillConfig:
     temperature: float = 0.0
     """That responses are drawn at."""
     max_tokens: int = 128
+    """Longest response."""
     validation_share: float = 0.1
     """Of the prompts, chosen by their text; never trained on."""
     validate_steps: int = 50
+    """Steps between two looks at the prompts kept back."""
     checkpoint_steps: int = 50
+    """Steps that a kill costs at most."""
     save_steps: int = 0
     """Keep the draft of every so many steps, to compare runs at equal work; 0 keeps the last one."""
     micro_batch_tokens: int = 2048
+    """Tokens in one forward and backward: memory grows with it."""
     seed: int = 0
+    """Fixes order, draws and random choices."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -308,6 +323,7 @@ class DistillRunConfig:
     draft: str = "auto"
     """auto takes layers of the target; else a draft's folder, or a small model with the same tokenizer (folder or hub name)."""
     draft_layers: int = 2
+    """Of an auto draft."""
     max_vocabulary_size: int = 8192
     """The most rows an auto draft's head may have; the responses choose which."""
     prompts: str | None = None
@@ -315,6 +331,7 @@ class DistillRunConfig:
     traces: str | None = None
     """Responses recorded before, by `bench replay --save-traces` or `traces export`."""
     limit: int | None = None
+    """How many prompts; None is all."""
     responses: Literal["generated", "given"] = "generated"
     """given: each prompt's own `response`, or its last message when that is the assistant's."""
     reference: str | None = None
@@ -322,8 +339,11 @@ class DistillRunConfig:
     finetune_target: str | None = None
     """First train the target on these prompts and their given responses (AdaSPEC, step 1)."""
     out: str = "distilled"
+    """Folder of the run; the same command goes on there after a kill."""
     dtype: str = "auto"
+    """Of the target while it answers: auto, bfloat16 or float32."""
     threads: int | None = None
+    """None is all cores, shared among the processes of a run."""
     concurrency: int = 16
     """Responses generated together."""
 
@@ -366,10 +386,12 @@ class ServedModelConfig:
     learn: bool = True
     """Keep traces of what is served, here, and train the draft on them."""
     dtype: str = "auto"
+    """auto, bfloat16 or float32; auto is the fastest this machine has."""
     quantization: Literal["none", "int8"] = "none"
     """int8: the target's weights with one scale an output, on CPUs with the compiled step. Faster, and another model: answers
     differ."""
     device: str = "auto"
+    """auto, cpu or cuda; auto takes a GPU where torch sees one."""
     num_threads: int | None = None
     """Of the engine; None is all cores."""
 
@@ -383,6 +405,7 @@ class ServedModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 opens it to the network."""
     port: int = 8000
     """0 takes a free one; the banner says which."""
     served_model_name: str | None = None
@@ -394,10 +417,13 @@ class ServerConfig:
     max_queue: int = 256
     """Completions that may wait for a slot; more are answered 429."""
     max_request_bytes: int = 4_000_000
+    """A larger body is answered 413."""
     request_timeout_seconds: float = 600.0
     """A completion that takes longer, waiting included, is ended."""
     drain_timeout_seconds: float = 30.0
     """After SIGTERM running completions have this long."""
+    status_seconds: float = 10.0
+    """While requests run, a line on standard error this often; 0 is never."""
     per_request_metrics: bool = False
     """Adds `metrics.speculative_decoding` to responses, as vLLM does."""
 
@@ -410,5 +436,6 @@ class ServerConfig:
             "admin_key must not be one of api_keys: whoever may ask must not be able to promote drafts.",
         )
         _require(self.max_queue >= 0, f"max_queue must not be negative, got {self.max_queue}.")
+        _require(self.status_seconds >= 0, f"status_seconds must not be negative, got {self.status_seconds}.")
         for name in ("max_request_bytes", "request_timeout_seconds", "drain_timeout_seconds"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")

@@ -34,8 +34,12 @@ else:
     import tomli as tomllib
 
 _PREFIX = "LIVEDRAFT_"
-_OTHER_VARIABLES = ("LIVEDRAFT_MODELS", "LIVEDRAFT_CONFIG")
-"""Read elsewhere: where models are kept, and which file to read."""
+OTHER_VARIABLES = {
+    "LIVEDRAFT_CONFIG": "The settings file to read where `--config` names none.",
+    "LIVEDRAFT_MODELS": "Folder of pulled models; the user's cache folder where it is not set.",
+    "LIVEDRAFT_KERNELS": "auto, avx2 or torch: which kernels the compiled step may use; torch switches it off.",
+}
+"""Read elsewhere; no settings."""
 SECTIONS: dict[str, type] = {
     "model": ServedModelConfig,
     "engine": EngineConfig,
@@ -131,14 +135,24 @@ def _from_file(file: Path) -> dict[str, Any]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {}
     for name, value in environment.items():
-        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES:
+        if not name.startswith(_PREFIX) or name in OTHER_VARIABLES:
             continue
         section, _, key = name.removeprefix(_PREFIX).lower().partition("__")
         if section not in SECTIONS or not key:
+            close = difflib.get_close_matches(name, [*OTHER_VARIABLES, *_all_variables()], n=1)
             known = [f"{_PREFIX}{one.upper()}__..." for one in SECTIONS]
-            raise UserError(f"The environment variable {name} is none of {', '.join([*known, *_OTHER_VARIABLES])}.")
+            hint = (
+                f"nothing known; did you mean {close[0]}?"
+                if close
+                else f"none of {', '.join([*known, *OTHER_VARIABLES])}."
+            )
+            raise UserError(f"The environment variable {name} is {hint}")
         values.setdefault(section, {})[key] = tuple(value.split(",")) if key == "api_keys" else value
     return values
+
+
+def _all_variables() -> list[str]:
+    return [f"{_PREFIX}{section}__{one.name}".upper() for section, kind in SECTIONS.items() for one in fields(kind)]
 
 
 def _check_name(name: str, known: list[str], source: str) -> None:

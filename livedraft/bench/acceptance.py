@@ -10,7 +10,6 @@ with replacement, because positions of one request are not independent.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import Row, as_prompt, read_rows
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.drafts.weights import DraftWeights
@@ -92,7 +92,6 @@ def run(
         for temperature in temperatures:
             traces = _served(llm, rows, temperature, max_tokens, seed)
             result[f"temperature_{temperature:g}"] = _figures(traces, rows, drafts, resolve_model(model))
-    print(file=sys.stderr)
     print(json.dumps(result)) if as_json else _print(result, temperatures)
 
 
@@ -107,11 +106,9 @@ def _served(llm: LLM, rows: Sequence[tuple[str, Row]], temperature: float, max_t
     ]
     for number, queued in enumerate(llm.add(requests)):
         queued.seed = counter_key(seed, number, DRAFT_DRAW)  # in place of one of its own
-    llm.run(
-        after_round=lambda: print(
-            f"\rtemperature {temperature:g}: {len(found)} of {len(rows)} requests", end="", file=sys.stderr, flush=True
-        )
-    )
+    bar = Bar()
+    llm.run(after_round=lambda: bar(f"requests at temperature {temperature:g}", len(found), len(rows)))
+    bar.stop()
     return [found[request.id] for request in requests]
 
 

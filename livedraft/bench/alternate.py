@@ -69,7 +69,7 @@ def alternate(
     prompts: Sequence[Prompt],
     *,
     num_rounds: int,
-    report: Callable[[str], None] = lambda _line: None,
+    report: Callable[[str, int, int], None] = lambda _text, _num_done, _num_all: None,
 ) -> dict[str, Timing]:
     """Time `contenders` (prompt -> output token ids) over all prompts, `num_rounds` times."""
     names = list(contenders)
@@ -86,5 +86,5 @@ def alternate(
                 timings[name].seconds[-1].append(time.perf_counter() - started)
                 timings[name].num_tokens[-1].append(len(output))
                 timings[name].outputs[index] = output
-            report(f"round {round_number + 1} of {num_rounds}, prompt {index + 1} of {len(prompts)}")
+            report("prompts", round_number * len(prompts) + index + 1, num_rounds * len(prompts))
     return timings

@@ -13,7 +13,6 @@ import json
 import platform
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import transformers
 
 from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
 from livedraft.bench.contender import Contender
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.speed import transformers_generate
 from livedraft.draft_source import is_whole_model
@@ -51,6 +51,7 @@ def run(
 ) -> None:  # fmt: skip
     prompts = read_prompts(prompts_path, limit)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    bar = Bar()
     with ExitStack() as stack:
         llm = stack.enter_context(LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads))
         version = draft if is_whole_model(draft) else llm.engine.draft_version if llm.engine.draft else None
@@ -68,8 +69,8 @@ def run(
             contenders |= _llama_contenders(stack, llama_server, llama_draft, model, sampling, torch.get_num_threads())
         for answer in contenders.values():  # warm up: caches and code paths
             answer(token_ids[0])
-        timings = alternate(contenders, token_ids, num_rounds=rounds, report=_report)
-        print(file=sys.stderr)
+        timings = alternate(contenders, token_ids, num_rounds=rounds, report=bar)
+        bar.stop()
         for name, timing in timings.items():
             _require_tokens(name, timing)
         result = {
@@ -83,10 +84,6 @@ def run(
             "pairs": len(prompts) * rounds,
         }
     print(json.dumps(result) if as_json else _table(result))
-
-
-def _report(line: str) -> None:
-    print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
 
 
 def _speed(timing: Timing | None) -> float | None:

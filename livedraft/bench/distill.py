@@ -15,12 +15,12 @@ intervals are 95 %, by the bootstrap over requests.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from livedraft.bench.progress import Bar
 from livedraft.config import LOSSES, DistillConfig, EngineConfig, SpeculationConfig
 from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
 from livedraft.learning.batches import Example, example_from_trace
@@ -74,11 +74,17 @@ class _Study:
         trainer = self.trainer(config)
         if selection is not None:
             trainer = trainer_at_rate(trainer, rate_of(config))
+        bar = Bar()
+
+        def report(run: str, figures: dict[str, Any], num_steps: int) -> None:
+            bar(f"{run}, steps, loss {figures['loss']:.3f}", figures["step"], num_steps)
+
         made = Distillation(
             name, self.out / name, trainer, config, epochs=epochs, validation=self.validation, selection=selection,
-            progress=_report,
+            progress=report,
         )  # fmt: skip
         made.run(lambda _epoch, _draft: self.train)
+        bar.stop()
         return _Trained(run=made, rows=read_metrics(made.folder))
 
 
@@ -128,7 +134,6 @@ def run(
         if sampled_traces is not None:
             sampled = _study(sampled_traces, limit, epochs, layers, out, model)
             result["losses"]["sampled responses"] = _losses(sampled, epochs, "sampled")
-    print(file=sys.stderr)
     print(json.dumps(result)) if as_json else _print(result)
 
 
@@ -239,12 +244,6 @@ def _losses(study: _Study, epochs: int, kind: str) -> dict[str, Any]:
             "argmax_match": Interval.of([score.alpha_t0 for score in scores]).rounded(),
         }
     return result
-
-
-def _report(run: str, figures: dict[str, Any], num_steps: int) -> None:
-    if figures["step"] % 10 == 0 or figures["step"] == num_steps:
-        text = f"{run}: step {figures['step']} of {num_steps}, loss {figures['loss']:.3f}"
-        print(f"\r{text:<70}", end="", file=sys.stderr, flush=True)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from livedraft.bench.http_client import Streamed, StreamingClient
+from livedraft.bench.progress import Bar
 from livedraft.bench.serve import bench_prompts, running_server
 from livedraft.drafts.database import read_status, set_control
 from livedraft.drafts.registry import Registry
@@ -57,7 +57,6 @@ def run(
             result = asyncio.run(_measure(address, state, prompts, load, windows, window_seconds, max_tokens))
         promoted = [row for row in Registry(state).versions(DEFAULT_ROUTE) if (row["decision"] or {}).get("promote")]
     result |= {"level": level, "load": load, "windows": windows, "versions_promoted": len(promoted)}
-    print(file=sys.stderr)
     print(json.dumps(result) if as_json else "\n".join(f"{name:>32}  {value}" for name, value in result.items()))
 
 
@@ -77,11 +76,12 @@ async def _measure(
     capacity = await _capacity(address, bodies)
     sides = {"off": _Side(), "on": _Side()}
     chance = random.Random(0)
+    bar = Bar()
     for number in range(2 * windows):
         side = "on" if number % 2 else "off"
         set_control(state, "paused", int(side == "off"))
         await asyncio.sleep(_SETTLE_SECONDS)
-        print(f"\rwindow {number + 1} of {2 * windows}, learning {side:<4}", end="", file=sys.stderr, flush=True)
+        bar(f"windows, learning {side:<4}", number, 2 * windows)
         before = _work(state)
         answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
         sides[side].gaps += [gap for answer in answers for gap in answer.gaps]
@@ -90,6 +90,7 @@ async def _measure(
         after = _work(state)
         for figure in ("num_train_tokens", "train_flops", "serve_flops"):
             setattr(sides[side], figure, getattr(sides[side], figure) + after[figure] - before[figure])
+    bar.stop()
     return _result(sides, capacity) | await _idle(state)
 
 

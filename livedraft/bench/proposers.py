@@ -7,13 +7,13 @@ after the target's own first answer. Nothing is kept between requests: suffixes 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
 from livedraft.bench.contender import Contender
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import Row, read_rows
 from livedraft.bench.same_output import compare_outputs
 from livedraft.draft_source import is_whole_model
@@ -49,7 +49,6 @@ def run(
         for name, rows in streams.items():
             token_ids = [_prompt(llm, row, max_tokens) for row in rows]
             results[name] = _stream(llm, version, sampling, token_ids, model, name)
-    print(file=sys.stderr)
     result = {"draft": version, "max_tokens": max_tokens, "temperature": temperature, "streams": results}
     print(json.dumps(result)) if as_json else _print(result)
 
@@ -93,12 +92,14 @@ def _stream(
     }
     for contender in contenders.values():
         contender(token_ids[0])
+    bar = Bar()
     timings = alternate(
         contenders,
         token_ids,
         num_rounds=1,
-        report=lambda line: print(f"\r{name}: {line:<40}", end="", file=sys.stderr, flush=True),
+        report=lambda text, num_done, num_all: bar(f"{name}: {text}", num_done, num_all),
     )
+    bar.stop()
     figures: dict[str, Any] = {
         "num_prompts": len(token_ids),
         "mean_prompt_tokens": round(sum(map(len, token_ids)) / len(token_ids)),

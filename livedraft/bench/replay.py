@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from livedraft.bench.outputs import check_outputs
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig, RoutingConfig
 from livedraft.device import num_available_cores
@@ -42,6 +42,8 @@ from livedraft.records import DEFAULT_ROUTE, DraftVersion, SamplingParams, Trace
 from livedraft.tokenizer import Message
 
 T = TypeVar("T")
+Report = Callable[[str, int, int], None]
+"""Of progress: a text, how many are done, how many there are."""
 OSD_INTERVAL = 8
 """Requests between two updates of the published algorithm (OSD, Algorithm 2)."""
 _LONGEST_SETTLE_SECONDS = 120.0
@@ -99,7 +101,7 @@ def run(
     as_json: bool,
 ) -> None:
     check_outputs(files=(save_traces,), plot=plot)
-    report = reporter()
+    bar = Bar()
     results: dict[str, ArmResult] = {}
     with tempfile.TemporaryDirectory() as folder:
         if not from_traces:
@@ -113,11 +115,11 @@ def run(
                 if (live_state / DATABASE_NAME).exists():
                     raise UserError(f"{live_state} already holds traces; a learning curve starts in a fresh --state.")
                 results["livedraft"], traces, learner = _serve_live(
-                    prompts, sampling, live_state, concurrency, model, dtype, learning, report
+                    prompts, sampling, live_state, concurrency, model, dtype, learning, bar
                 )
                 arms = [arm for arm in arms if arm != "livedraft"]
             else:
-                traces, learner = record(prompts, sampling, concurrency, model, dtype, learning, report)
+                traces, learner = record(prompts, sampling, concurrency, model, dtype, learning, bar)
         else:
             recorded = {path.stem: read_recorded(path) for path in from_traces}
             ordered = _ordered(recorded, limit, shift=shift, mix=mix, seed=learning.seed)
@@ -129,14 +131,14 @@ def run(
             write_shard(save_traces, traces)
         _check_target(traces, learner)
         for arm in arms:
-            report(f"{arm} on {len(traces)} recorded requests")
+            bar(f"{arm}, recorded requests", 0, len(traces))
             results[arm] = _recorded(
-                arm, traces, learner, (state or Path(folder)) / f"arm-{arm.partition(':')[0]}", report
+                arm, traces, learner, (state or Path(folder)) / f"arm-{arm.partition(':')[0]}", bar
             )
         for result in results.values():
             result.last_version = result.last_version if state is not None else None
         fields = {arm: _fields(result, traces) for arm, result in results.items()}
-    print(file=sys.stderr)
+    bar.stop()
     if plot is not None:
         from livedraft.bench.plots import plot_curves
 
@@ -193,7 +195,7 @@ def _serve_live(
     model: str,
     dtype: str,
     learning: LearningConfig,
-    report: Callable[[str], None],
+    report: Report,
 ) -> tuple[ArmResult, list[Trace], Learner]:
     config = EngineConfig(max_num_seqs=concurrency)
     # Bursts and pauses: while the trainer works nobody is served, so it may have the whole machine.
@@ -216,7 +218,7 @@ def _serve_live(
             serve_seconds += time.perf_counter() - burst_started
             num_tokens += sum(one.num_output_tokens for one in states)
             _settle(llm, store, registry, first + len(burst))
-            report(f"live, {first + len(burst)} of {len(prompts)} requests, draft {llm.engine.draft_version}")
+            report(f"live requests, draft {llm.engine.draft_version}", first + len(burst), len(prompts))
         result.seconds = time.perf_counter() - started
         result.tokens_per_second = num_tokens / serve_seconds
         result.serve_flops = llm.serve_flops
@@ -234,7 +236,7 @@ def record(
     model: str,
     dtype: str,
     learning: LearningConfig,
-    report: Callable[[str], None],
+    report: Report,
 ) -> tuple[list[Trace], Learner]:
     """Served plainly, nothing learnt: the target's verdicts are the same, and nobody waits for a trainer."""
     found: dict[str, Trace] = {}
@@ -246,7 +248,7 @@ def record(
             llm.request(messages, sampling, id=f"{name}#{index}") for index, (name, messages) in enumerate(prompts)
         ]
         llm.add(requests)
-        llm.run(after_round=lambda: report(f"recorded {len(found)} of {len(requests)} requests"))
+        llm.run(after_round=lambda: report("recorded requests", len(found), len(requests)))
     return [found[request.id] for request in requests], learner
 
 
@@ -303,9 +305,7 @@ def learner_of(llm: LLM, model: str, learning: LearningConfig, burst: int) -> Le
     )
 
 
-def _recorded(
-    arm: str, traces: Sequence[Trace], learner: Learner, folder: Path, report: Callable[[str], None]
-) -> ArmResult:
+def _recorded(arm: str, traces: Sequence[Trace], learner: Learner, folder: Path, report: Report) -> ArmResult:
     started = time.perf_counter()
     if arm == "livedraft":
         result = _rerun_worker(traces, learner, folder, report)
@@ -319,7 +319,7 @@ def _recorded(
     return result
 
 
-def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, report: Callable[[str], None]) -> ArmResult:
+def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, report: Report) -> ArmResult:
     """The training process's own loop, in this process, burst by burst."""
     if (folder / DATABASE_NAME).exists():
         raise UserError(f"{folder} already holds traces; a learning curve starts in a fresh --state.")
@@ -337,7 +337,8 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
         store.append([replace(trace, draft_version=serving) for trace in traces[first : first + learner.burst]])
         while worker.turn():
             serve_canaries(registry, DEFAULT_ROUTE)
-        report(f"livedraft, {first + learner.burst} of {len(traces)} recorded requests, draft {worker.in_service.id}")
+        num_done = min(first + learner.burst, len(traces))
+        report(f"livedraft, recorded requests, draft {worker.in_service.id}", num_done, len(traces))
     result = ArmResult()
     _read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
     return result
@@ -350,7 +351,7 @@ def serve_canaries(registry: Registry, route: str) -> None:
         registry.serve(canary.id, route, {})
 
 
-def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str], None]) -> ArmResult:
+def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Report) -> ArmResult:
     """OSD, Algorithm 2: the buffer holds the positions whose proposal was rejected; every OSD_INTERVAL requests the draft takes
     one step on it and it is emptied. No replay, no average, no falling rate, no gate."""
     config = replace(learner.config, **OSD_SETTINGS)
@@ -372,7 +373,7 @@ def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Callable[[str]
                 buffer.append(replace(example, loss_mask_T=is_rejected_T))
         if buffer:
             trainer.step(buffer)
-        report(f"osd, {first + len(examples)} of {len(traces)} recorded requests")
+        report("osd, recorded requests", first + len(examples), len(traces))
     result.train_seconds, result.train_flops = time.perf_counter() - started, trainer.flops
     return result
 
@@ -434,13 +435,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _means(values: Sequence[float], size: int) -> list[float]:
     return [_mean(values[start : start + size]) for start in range(0, len(values), size)]
-
-
-def reporter() -> Callable[[str], None]:
-    def report(line: str) -> None:
-        print(f"\r{line:<90}", end="", file=sys.stderr, flush=True)
-
-    return report
 
 
 def _print_table(fields: dict[str, dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from livedraft.bench.alternate import mean_with_bounds
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
-from livedraft.bench.replay import Learner, learner_of, record, reporter, serve_canaries
+from livedraft.bench.replay import Learner, Report, learner_of, record, serve_canaries
 from livedraft.config import EngineConfig, LearningConfig, RoutingConfig
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.router import Router
@@ -69,7 +70,7 @@ def run(
     routing: RoutingConfig,
     as_json: bool,
 ) -> None:
-    report = reporter()
+    bar = Bar()
     prompts = {path.stem: read_prompts(path, 10**6) for path in prompt_files}
     with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=1, num_prefix_slots=0)) as llm:
         learner = learner_of(llm, model, learning, BURST)
@@ -81,7 +82,7 @@ def run(
     else:
         chosen = [(name, row) for name, rows in prompts.items() for row in _spread(rows, limit)]
         sampling = SamplingParams(max_tokens=max_tokens)
-        traces, _ = record(chosen, sampling, BURST, model, dtype, learning, report)
+        traces, _ = record(chosen, sampling, BURST, model, dtype, learning, bar)
         recorded = {tuple(trace.prompt_token_ids): trace for trace in traces}
     if save_traces is not None:
         write_shard(save_traces, list(recorded.values()))
@@ -98,9 +99,9 @@ def run(
         for number, ((name, _, trace), label) in enumerate(zip(stream, labels, strict=True))
     ]
     with tempfile.TemporaryDirectory() as folder:
-        shared = _rerun(traces, learner, replace(routing, enabled=False), Path(folder) / "shared", report)
-        routed = _rerun(traces, learner, routing, Path(folder) / "routed", report)
-    print(flush=True)
+        shared = _rerun(traces, learner, replace(routing, enabled=False), Path(folder) / "shared", bar)
+        routed = _rerun(traces, learner, routing, Path(folder) / "routed", bar)
+    bar.stop()
     result = _figures(shared, routed, labels, [name for name, _, _ in stream], learning.seed)
     result |= {"model": model, "seed": learning.seed, "requests": len(stream), "router_ms": round(router_ms, 3)}
     print(json.dumps(result)) if as_json else _print(result)
@@ -122,9 +123,7 @@ def _labels(routing: RoutingConfig, prompts: Sequence[Sequence[Message]]) -> tup
     return labels, 1000 * (time.perf_counter() - started) / len(prompts)
 
 
-def _rerun(
-    traces: Sequence[Trace], learner: Learner, routing: RoutingConfig, folder: Path, report: Callable[[str], None]
-) -> Run:
+def _rerun(traces: Sequence[Trace], learner: Learner, routing: RoutingConfig, folder: Path, report: Report) -> Run:
     """As the training process would have it, burst by burst."""
     store, registry = TraceStore(folder), Registry(folder)
     registry.publish(lambda path: save_draft(learner.untrained, path), learner.version, status="in_service")
@@ -148,7 +147,7 @@ def _rerun(
             for route in team.workers:
                 serve_canaries(registry, route)
         kind = "with routes" if routing.enabled else "one draft"
-        report(f"{kind}: {first + len(burst)} of {len(traces)} requests, {len(team.workers)} drafts")
+        report(f"{kind}, {len(team.workers)} drafts", first + len(burst), len(traces))
     run.num_steps = team.num_steps
     run.opened = list(team.routing.open)
     return run

@@ -29,6 +29,7 @@ import numpy as np
 from livedraft.bench.alternate import median_with_lower_bound
 from livedraft.bench.demo_stream import plant_shop_prompts
 from livedraft.bench.http_client import Streamed, StreamingClient
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
 from livedraft.config import EngineConfig, SpeculationConfig
 from livedraft.llm import LLM
@@ -76,15 +77,14 @@ def run(
             threads=threads,
         ) as address,
     ):
-        rows = []
+        rows, bar = [], Bar()
         for clients in concurrency:
             measured: dict[str, _Measured] = {way: _Measured() for way in _WAYS}
             chosen = itertools.cycle(prompts)
             for number in range(-1, num_rounds):  # round -1 warms caches and connections up
                 batch = list(itertools.islice(chosen, clients * (1 if number < 0 else requests_per_client)))
                 for way in _WAYS[number % 3 :] + _WAYS[: number % 3]:
-                    progress = f"{clients} clients, round {max(number, 0) + 1} of {num_rounds}, {way:<12}"
-                    print(f"\r{progress}", end="", file=sys.stderr, flush=True)
+                    bar(f"rounds of {clients} clients, {way:<12}", number + 1, num_rounds + 1)
                     one = _round(way, llm, address, batch, clients, max_tokens)
                     if number >= 0:
                         measured[way].tokens_per_second += one.tokens_per_second
@@ -97,7 +97,7 @@ def run(
             "rounds": num_rounds,
             "rows": rows,
         }
-    print(file=sys.stderr)
+    bar.stop()
     if as_json:
         print(json.dumps(result))
     else:

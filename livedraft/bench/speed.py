@@ -14,6 +14,7 @@ import transformers
 
 from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
 from livedraft.bench.contender import Contender
+from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.reference import transformers_model
 from livedraft.bench.same_output import compare_outputs
@@ -41,9 +42,9 @@ def run(
     prompts = read_prompts(prompts_path, limit)
     sampling = SamplingParams(max_tokens=max_tokens)
     with LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads) as llm:
-        report = _reporter()
         version = draft if is_whole_model(draft) else llm.engine.draft_version if llm.engine.draft else None
-        report(f"{llm.path.description}; draft: {version}\n")
+        print(f"{llm.path.description}; draft: {version}", file=sys.stderr)
+        bar = Bar()
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         speculative = Contender(llm, version, sampling) if version else None
         contenders: dict[str, Callable[[list[int]], list[int]]] = {
@@ -56,7 +57,8 @@ def run(
             contender(token_ids[0])
         if speculative is not None:
             speculative.stats = SpeculationStats()
-        timings = alternate(contenders, token_ids, num_rounds=1, report=report)
+        timings = alternate(contenders, token_ids, num_rounds=1, report=bar)
+        bar.stop()
         result = _result(llm, version, speculative, timings)
         if speculative is not None:
             same = compare_outputs(
@@ -139,13 +141,6 @@ def _result(llm: LLM, version: str | None, speculative: Contender | None, timing
             "block_efficiency": speculative.stats.block_efficiency,
         }
     return result
-
-
-def _reporter() -> Callable[[str], None]:
-    def report(line: str) -> None:
-        print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
-
-    return report
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -54,7 +56,7 @@ async def _converse(settings: Settings, url: str | None, api_key: str | None, sy
         print(f"{model}. Ctrl-D ends.", file=sys.stderr)
         num_failed = 0
         messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        while (line := await asyncio.to_thread(_read_line)) is not None:
+        while (line := await _next_line()) is not None:
             if not line.strip():
                 continue
             question = {"role": "user", "content": line}
@@ -161,6 +163,24 @@ def _raise_for(status: int, content: bytes) -> None:
     except (ValueError, KeyError, TypeError):
         message = "it is not livedraft, or not OpenAI's API"
     raise UserError(f"The server answered {status}: {message}")
+
+
+async def _next_line() -> str | None:
+    """On a daemon thread: at the end asyncio waits for the threads of its own pool, so Ctrl-C would wait for Enter."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str | None] = loop.create_future()
+
+    def give(line: str | None) -> None:
+        if not answer.done():
+            answer.set_result(line)
+
+    def read() -> None:
+        line = _read_line()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(give, line)
+
+    threading.Thread(target=read, daemon=True).start()
+    return await answer
 
 
 def _read_line() -> str | None:

@@ -18,7 +18,8 @@ from typing import Any
 import platformdirs
 from safetensors import SafetensorError
 
-from livedraft.cli.state import state_folder
+from livedraft.bench.progress import Bar
+from livedraft.cli.state import say, state_folder
 from livedraft.config import EngineConfig
 from livedraft.drafts.database import DATABASE_NAME
 from livedraft.drafts.registry import Registry
@@ -45,7 +46,7 @@ def _check_format(format: str) -> None:
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
-def export_traces(state: Path | None, file: Path, *, format: str, model: str) -> None:
+def export_traces(state: Path | None, file: Path, *, format: str, model: str, as_json: bool) -> None:
     _check_format(format)
     store = TraceStore(state_folder(state))
     traces = [trace for row in store.rows(limit=-1) if (trace := store.read(row)) is not None]
@@ -70,7 +71,12 @@ def export_traces(state: Path | None, file: Path, *, format: str, model: str) ->
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be written ({error}).") from error
     left_out = f"; {num_left_out} are no chats this format can hold and were left out" if num_left_out else ""
-    print(f"{len(traces) - num_left_out} traces written to {file}{left_out}.", file=sys.stderr)
+    num_written = len(traces) - num_left_out
+    sentence = f"{num_written} traces written to {file}{left_out}."
+    if as_json and str(file) != "-":
+        say(sentence, as_json=True, file=str(file), num_traces=num_written)
+    else:
+        print(sentence, file=sys.stderr)
 
 
 def _lines(traces: list[Trace], format: str, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
@@ -126,7 +132,7 @@ class Record:
 
 def import_traces(
     state: Path | None, file: Path, *, format: str | None, limit: int | None, max_tokens: int, user: str, model: str,
-    dtype: str, threads: int | None,
+    dtype: str, threads: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     if format is not None:
         _check_format(format)
@@ -148,7 +154,8 @@ def import_traces(
         raise UserError(
             "No record could be used." if not writer.num_known else "All of these traces are there already."
         )
-    print(f"\n{writer.num_written} traces imported into {folder}; a server with learning on trains on them.")
+    sentence = f"{writer.num_written} traces imported into {folder}; a server with learning on trains on them."
+    say(sentence, as_json=as_json, num_traces=writer.num_written, num_known=writer.num_known)
 
 
 class _Writer:
@@ -158,9 +165,10 @@ class _Writer:
         self._store = TraceStore(folder)
         self._known = {row.request_id for row in self._store.rows(limit=-1)}
         self._waiting: list[Trace] = []
-        self.num_written = self.num_known = 0
+        self.num_written = self.num_known = self.num_added = 0
 
     def add(self, trace: Trace) -> None:
+        self.num_added += 1
         if trace.request_id in self._known:
             self.num_known += 1
             return
@@ -285,6 +293,7 @@ def _judge(records: list[Record], llm: LLM, max_tokens: int, user: str, writer: 
     """Given answers in one pass each; the others are generated, all together."""
     unanswered: list[Request] = []
     num_unusable = 0
+    bar = Bar()
     for number, record in enumerate(records):
         try:
             request, output = _request(record, llm, max_tokens, user, number)
@@ -295,14 +304,15 @@ def _judge(records: list[Record], llm: LLM, max_tokens: int, user: str, writer: 
                 writer.add(judged_trace(llm.engine.runner.target, request, output, llm.target_fingerprint))
         except (ValueError, UserError):  # too long, empty, or a chat the template does not take
             num_unusable += 1
-        print(f"\r{number + 1} of {len(records)} records read", end="", file=sys.stderr, flush=True)
+        bar("records read", number + 1, len(records))
+    bar.stop()
+    num_before = writer.num_added
     llm.engine.trace_sink = writer.add
     llm.add(unanswered)
-    llm.run()
+    llm.run(after_round=lambda: bar("answers generated", writer.num_added - num_before, len(unanswered)))
+    bar.stop()
     if num_unusable:
-        print(
-            f"\n{num_unusable} records do not fit the model's context or template and were left out.", file=sys.stderr
-        )
+        print(f"{num_unusable} records do not fit the model's context or template and were left out.", file=sys.stderr)
 
 
 def _request(record: Record, llm: LLM, max_tokens: int, user: str, number: int) -> tuple[Request, list[int] | None]:

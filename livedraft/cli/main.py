@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from livedraft import __version__
 from livedraft.cli.bench_verbs import bench_app
 from livedraft.cli.options import (
     DEFAULT_MODEL,
@@ -27,8 +29,8 @@ from livedraft.config import LOSSES, OSD_SETTINGS
 
 app = typer.Typer(
     help="Speculative decoding whose draft models learn from the traffic they serve.",
+    epilog="Exit codes: 0 done, 1 refused or failed (one sentence says why), 2 not understood, 130 Ctrl-C.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Settings: defaults < file < environment < flags.", no_args_is_help=True)
@@ -49,12 +51,29 @@ NoLearn = Annotated[bool, typer.Option("--no-learn", help="The same as --learn o
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")]
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+]
+
+
+@app.callback()
+def before_any_verb(version: Version = False) -> None:
+    pass
+
+
 @app.command()
-def pull(name: Annotated[str, typer.Argument(help="Which model.")] = DEFAULT_MODEL) -> None:
+def pull(name: Annotated[str, typer.Argument(help="Which model.")] = DEFAULT_MODEL, as_json: Json = False) -> None:
     """Get a model once; checked by its checksum."""
     from livedraft.models.pull import pull as pull_model
 
-    print(pull_model(name))
+    path = str(pull_model(name))
+    print(json.dumps({"model": name, "path": path}) if as_json else path)
 
 
 @app.command()
@@ -106,11 +125,14 @@ def export_target(
     file: Annotated[Path, typer.Argument(help="The GGUF file to write.")],
     type: Annotated[str, typer.Option(help="bf16 or f32.")] = "bf16",
     model: Model = DEFAULT_MODEL,
+    as_json: Json = False,
 ) -> None:
     """Write a GGUF target's weights in one plain type, for other engines to run the same model."""
     from livedraft.models.export_gguf import export_gguf
 
-    print(f"{export_gguf(model, file, type=type)} tensors written to {file} as {type}.")
+    count = export_gguf(model, file, type=type)
+    done = {"file": str(file), "num_tensors": count, "type": type}
+    print(json.dumps(done) if as_json else f"{count} tensors written to {file} as {type}.")
 
 
 @app.command()
@@ -153,7 +175,7 @@ def serve(
     level = "off" if no_learn else learn
     learning = dict(OSD_SETTINGS) if learner == "osd" else {}
     if learner not in ("livedraft", "osd"):
-        raise typer.BadParameter(f"--learner must be livedraft or osd, got {learner!r}.")
+        raise ValueError(f"--learner must be livedraft or osd, got {learner!r}.")
     learning |= {"level": None if level == "off" else level, "memory_only": memory_only}
     settings = settings_of(  # first: a wrong setting should not cost the seconds torch takes to import
         config,
@@ -264,12 +286,41 @@ def distill(
     run(run_config, config, use_wandb=wandb, as_json=as_json)
 
 
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A pulled name, a Hugging Face folder, or a .gguf file.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address `serve` would listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port `serve` would listen on.")] = None,
+    state: State = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is missing or slow on this machine, and the command that mends it. Exit code 1 only if `serve` would fail."""
+    settings = settings_of(
+        config,
+        model={"name": model, "state": state and str(state), "num_threads": threads},
+        server={"host": host, "port": port},
+    )
+    from livedraft.cli.doctor import run
+
+    sys.exit(run(settings, as_json=as_json))
+
+
 @config_app.command("show")
 def config_show(config: ConfigFile = None, as_json: Json = False) -> None:
     """What a server started here would use, file and environment included."""
     from livedraft.cli.config import show
 
     show(settings_of(config), as_json=as_json)
+
+
+@config_app.command("reference")
+def config_reference() -> None:
+    """Every setting with type, default and meaning, as Markdown: this is how docs/configuration.md is made."""
+    from livedraft.cli.config import reference
+
+    print(reference(), end="")
 
 
 @app.command()
@@ -293,7 +344,7 @@ def main() -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        app()
+        app(prog_name="livedraft")
     except (UserError, ValueError) as error:
         print(f"livedraft: {error}", file=sys.stderr)
         sys.exit(1)

@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from livedraft.cli.status_line import StatusLine
 from livedraft.config import ServerConfig
 from livedraft.records import UserError
 from livedraft.server.app import Server, create_app
@@ -71,12 +72,25 @@ class _DrainingServer(uvicorn.Server):
             await asyncio.sleep(_POLL_SECONDS)
         if server.phase == "ready":
             self._print_banner()
+            if server.config.status_seconds:
+                self._reporting = asyncio.ensure_future(self._report(server.config.status_seconds))
         while server.phase == "ready":
             await asyncio.sleep(_POLL_SECONDS)
         deadline = time.monotonic() + server.config.drain_timeout_seconds
         while server.num_open and time.monotonic() < deadline and not self.should_exit:
             await asyncio.sleep(_POLL_SECONDS)
         self.should_exit = True
+
+    async def _report(self, seconds: float) -> None:
+        """The status line while requests run; off the event loop, because it asks the state folder."""
+        served = self._server.served
+        assert served is not None
+        line = StatusLine(served)
+        while True:
+            await asyncio.sleep(seconds)
+            text = await asyncio.to_thread(line.next)
+            if text is not None:
+                print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
     def _print_banner(self) -> None:
         served, config = self._server.served, self._server.config

@@ -24,21 +24,22 @@ def state_folder(state: Path | None) -> Path:
     return operations.require_state(state or platformdirs.user_state_path("livedraft"), DATABASE_NAME)
 
 
-def say(act: Callable[..., str], state: Path | None, *arguments: Any) -> None:
-    """Do something and print the sentence that says what was done."""
-    print(act(state_folder(state), *arguments))
+def say(sentence: str, *, as_json: bool, **fields: Any) -> None:
+    """What was done: a sentence or, for programs, the sentence and its figures in one object."""
+    print(json.dumps({"message": sentence, **fields}) if as_json else sentence)
 
 
-def promote_draft(state: Path | None, version_id: str) -> None:
-    say(operations.promote_draft, state, version_id, _OPERATOR)
+def act(do: Callable[..., str], state: Path | None, *arguments: Any, as_json: bool) -> None:
+    """Do something to a state folder and say what was done."""
+    say(do(state_folder(state), *arguments), as_json=as_json)
 
 
-def roll_back(state: Path | None, route: str) -> None:
-    say(operations.roll_back, state, _OPERATOR, route)
+def promote_draft(state: Path | None, version_id: str, *, as_json: bool) -> None:
+    act(operations.promote_draft, state, version_id, _OPERATOR, as_json=as_json)
 
 
-def close_route(state: Path | None, route: str) -> None:
-    say(operations.close_route, state, route, _OPERATOR)
+def close_route(state: Path | None, route: str, *, as_json: bool) -> None:
+    act(operations.close_route, state, route, _OPERATOR, as_json=as_json)
 
 
 def list_routes(state: Path | None, *, as_json: bool) -> None:
@@ -49,7 +50,11 @@ def list_routes(state: Path | None, *, as_json: bool) -> None:
     _print_table("routes", ["route", "served_by", "version", "traces", "alpha_last_100"], rows)
 
 
-def export_draft(state: Path | None, version_id: str, path: Path, *, format: str, model: str) -> None:
+def roll_back(state: Path | None, route: str, *, as_json: bool) -> None:
+    act(operations.roll_back, state, _OPERATOR, route, as_json=as_json)
+
+
+def export_draft(state: Path | None, version_id: str, path: Path, *, format: str, model: str, as_json: bool) -> None:
     from livedraft.export import export_draft as export
 
     registry = None if (Path(version_id) / WEIGHTS_NAME).exists() else Registry(state_folder(state))
@@ -57,16 +62,18 @@ def export_draft(state: Path | None, version_id: str, path: Path, *, format: str
     mass = (
         "" if done.absent_mass is None else f" Tokens it does not know have {done.absent_mass:.3%} of the probability."
     )
-    print(
-        f"{version_id} is written to {path}: {done.config.num_layers} layers, {done.config.vocabulary_size} tokens.{mass}"
-    )
+    say(
+        f"{version_id} is written to {path}: {done.config.num_layers} layers, {done.config.vocabulary_size} tokens.{mass}",
+        as_json=as_json, path=str(path),
+    )  # fmt: skip
 
 
-def import_draft(state: Path | None, folder: Path, *, model: str) -> None:
+def import_draft(state: Path | None, folder: Path, *, model: str, as_json: bool) -> None:
     from livedraft.export import import_draft as take_in
 
     version = take_in(Registry(state_folder(state)), folder, resolve_model(model))
-    print(f"{folder} is version {version.id} now; put it into service with: livedraft drafts promote {version.id}")
+    sentence = f"{folder} is version {version.id} now; put it into service with: livedraft drafts promote {version.id}"
+    say(sentence, as_json=as_json, version=version.id)
 
 
 def list_drafts(state: Path | None, *, as_json: bool) -> None:
@@ -78,9 +85,8 @@ def list_drafts(state: Path | None, *, as_json: bool) -> None:
     _print_table("drafts", columns, rows)
 
 
-def show_draft(state: Path | None, version_id: str) -> None:
-    """JSON."""
-    print(json.dumps(operations.show_draft(state_folder(state), version_id), indent=2))
+def show_draft(state: Path | None, version_id: str, *, as_json: bool) -> None:
+    print(json.dumps(operations.show_draft(state_folder(state), version_id), indent=None if as_json else 2))
 
 
 def diff_drafts(state: Path | None, first_id: str, second_id: str, *, as_json: bool) -> None:

@@ -13,7 +13,17 @@ from livedraft.records import DEFAULT_ROUTE
 drafts_app = typer.Typer(help="Versions of the draft: look, promote, go back.", no_args_is_help=True)
 learn_app = typer.Typer(help="The training beside serving: look, pause, resume, now.", no_args_is_help=True)
 traces_app = typer.Typer(help="What is kept of served requests: look, delete.", no_args_is_help=True)
-VersionId = Annotated[str, typer.Argument(help="As `drafts list` shows it.")]
+
+
+def _known_versions(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell's completion: from the folders alone, because reading the registry would import torch."""
+    import platformdirs
+
+    state = Path(context.params.get("state") or platformdirs.user_state_path("livedraft"))
+    return sorted(path.name for path in (state / "drafts").glob(f"{incomplete}*") if (path / "manifest.json").exists())
+
+
+VersionId = Annotated[str, typer.Argument(help="As `drafts list` shows it.", autocompletion=_known_versions)]
 
 
 @drafts_app.command("list")
@@ -25,11 +35,11 @@ def drafts_list(state: State = None, as_json: Json = False) -> None:
 
 
 @drafts_app.command("show")
-def drafts_show(version: VersionId, state: State = None) -> None:
-    """One version: where it comes from, its data, the gate's numbers. JSON."""
+def drafts_show(version: VersionId, state: State = None, as_json: Json = False) -> None:
+    """One version: where it comes from, its data, the gate's numbers. Always JSON; indented without --json."""
     from livedraft.cli.state import show_draft
 
-    show_draft(state, version)
+    show_draft(state, version, as_json=as_json)
 
 
 @drafts_app.command("diff")
@@ -47,12 +57,13 @@ def drafts_export(
     format: Annotated[str, typer.Option(help="hf: a folder for transformers; gguf: a file for llama.cpp.")] = "hf",
     model: Model = DEFAULT_MODEL,
     state: State = None,
+    as_json: Json = False,
 ) -> None:
     """A version, or a folder that `distill` left, as a whole model for other engines, with the target's full vocabulary and a
     card that says where it is from."""
     from livedraft.cli.state import export_draft
 
-    export_draft(state, version, path, format=format, model=model)
+    export_draft(state, version, path, format=format, model=model, as_json=as_json)
 
 
 @drafts_app.command("import")
@@ -62,29 +73,32 @@ def drafts_import(
     ],
     model: Model = DEFAULT_MODEL,
     state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Take in a version trained elsewhere for the same target; `drafts promote` puts it into service."""
     from livedraft.cli.state import import_draft
 
-    import_draft(state, folder, model=model)
+    import_draft(state, folder, model=model, as_json=as_json)
 
 
 @drafts_app.command("promote")
-def drafts_promote(version: VersionId, state: State = None) -> None:
+def drafts_promote(version: VersionId, state: State = None, as_json: Json = False) -> None:
     """Put a version into service, whatever the gate said; the watch still compares it with the one before."""
     from livedraft.cli.state import promote_draft
 
-    promote_draft(state, version)
+    promote_draft(state, version, as_json=as_json)
 
 
 @drafts_app.command("rollback")
 def drafts_rollback(
-    route: Annotated[str, typer.Option(help="Whose draft.")] = DEFAULT_ROUTE, state: State = None
+    route: Annotated[str, typer.Option(help="Whose draft.")] = DEFAULT_ROUTE,
+    state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Withdraw the canary or, without one, go back to the version before; training goes on from there."""
     from livedraft.cli.state import roll_back
 
-    roll_back(state, route)
+    roll_back(state, route, as_json=as_json)
 
 
 @drafts_app.command("routes")
@@ -97,12 +111,14 @@ def drafts_routes(state: State = None, as_json: Json = False) -> None:
 
 @drafts_app.command("close")
 def drafts_close(
-    route: Annotated[str, typer.Argument(help="As `drafts routes` shows it.")], state: State = None
+    route: Annotated[str, typer.Argument(help="As `drafts routes` shows it.")],
+    state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Take a route's own draft out of service; the default route's serves its requests."""
     from livedraft.cli.state import close_route
 
-    close_route(state, route)
+    close_route(state, route, as_json=as_json)
 
 
 @learn_app.command("status")
@@ -114,30 +130,30 @@ def learn_status(state: State = None, as_json: Json = False) -> None:
 
 
 @learn_app.command("pause")
-def learn_pause(state: State = None) -> None:
+def learn_pause(state: State = None, as_json: Json = False) -> None:
     """Stop training; serving and the keeping of traces go on."""
     from livedraft import operations
-    from livedraft.cli.state import say
+    from livedraft.cli.state import act
 
-    say(operations.set_paused, state, True)
+    act(operations.set_paused, state, True, as_json=as_json)
 
 
 @learn_app.command("resume")
-def learn_resume(state: State = None) -> None:
+def learn_resume(state: State = None, as_json: Json = False) -> None:
     """Train again."""
     from livedraft import operations
-    from livedraft.cli.state import say
+    from livedraft.cli.state import act
 
-    say(operations.set_paused, state, False)
+    act(operations.set_paused, state, False, as_json=as_json)
 
 
 @learn_app.command("now")
-def learn_now(state: State = None) -> None:
+def learn_now(state: State = None, as_json: Json = False) -> None:
     """Offer a candidate to the gate now instead of when one is due."""
     from livedraft import operations
-    from livedraft.cli.state import say
+    from livedraft.cli.state import act
 
-    say(operations.learn_now, state)
+    act(operations.learn_now, state, as_json=as_json)
 
 
 @traces_app.command("list")
@@ -157,15 +173,16 @@ def traces_delete(
     user: Annotated[str | None, typer.Option(help="As the client sent it in `user`.")] = None,
     everybody: Annotated[bool, typer.Option("--all", help="Every trace there is.")] = False,
     state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Delete the traces of a user, or all, from every file and from the running trainer."""
     from livedraft import operations
-    from livedraft.cli.state import say
+    from livedraft.cli.state import act
     from livedraft.records import UserError
 
     if (user is None) != everybody:
         raise UserError("Say whose traces: --user NAME, or --all.")
-    say(operations.delete_traces, state, user)
+    act(operations.delete_traces, state, user, as_json=as_json)
 
 
 @traces_app.command("export")
@@ -176,11 +193,12 @@ def traces_export(
     ] = "openai",
     model: Model = DEFAULT_MODEL,
     state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Write traces to a file: text for other tools, token ids, or everything with the target's verdicts."""
     from livedraft.cli.exchange import export_traces
 
-    export_traces(state, file, format=format, model=model)
+    export_traces(state, file, format=format, model=model, as_json=as_json)
 
 
 @traces_app.command("import")
@@ -194,10 +212,12 @@ def traces_import(
     dtype: Dtype = "auto",
     threads: Threads = None,
     state: State = None,
+    as_json: Json = False,
 ) -> None:
     """Learn from what was served elsewhere: given answers are judged by the target, missing ones generated."""
     from livedraft.cli.exchange import import_traces
 
     import_traces(
         state, file, format=format, limit=limit, max_tokens=max_tokens, user=user, model=model, dtype=dtype, threads=threads,
+        as_json=as_json,
     )  # fmt: skip

@@ -81,6 +81,7 @@ class EngineLoop:
             "prefix_cache_hits": engine.prefixes.num_hit_tokens,
             "prompt_tokens": self._num_prompt_tokens,
             "generation_tokens": self._num_output_tokens,
+            "num_emitted_tokens": engine.stats.num_emitted_tokens,
             "finished": dict(self._num_finished),
             "speculation": list(engine.stats_by_version.items()),
         }

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from livedraft.config import LearningConfig, RoutingConfig
 from livedraft.events import Events
@@ -24,6 +24,9 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0
 """After running this long a death counts as the first again."""
 _POLL_SECONDS = 0.2
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
+"""Ctrl-C in a terminal goes to the whole group: the worker ends when its pipe closes, not in the middle of a step. Not a
+session of its own: where each session gets its share of the CPU, an idle priority counts within the session only."""
 
 
 CHECKPOINTS = "trainer.*checkpoint.safetensors"
@@ -118,8 +121,9 @@ class TrainerProcess:
             try:
                 with self._open_log() as errors:
                     self._process = subprocess.Popen(
-                        self._command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=self._environment
-                    )
+                        self._command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=self._environment,
+                        **_OWN_GROUP,
+                    )  # fmt: skip
             except OSError as error:  # no memory or no process for now
                 self._events.emit(
                     "trainer_died", exit_code=None, last_words=str(error), restart_in_seconds=LONGEST_BACKOFF_SECONDS

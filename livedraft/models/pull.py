@@ -61,6 +61,13 @@ def resolve_model(name_or_path: str) -> Path:
     return path
 
 
+def is_whole(name: str) -> bool:
+    """Whether one of MODELS is here, with the right size and checksum. Raises OSError as reading does."""
+    model = MODELS[name]
+    path = models_folder() / Path(model.member).name
+    return path.exists() and path.stat().st_size == model.num_bytes and _sha256(path) == model.sha256
+
+
 def is_hub_name(name: str) -> bool:
     """Whether it looks like organisation/model and is no path here."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
@@ -98,7 +105,7 @@ def pull(name: str) -> Path:
     model = MODELS[name]
     path = models_folder() / Path(model.member).name
     try:
-        if path.exists() and path.stat().st_size == model.num_bytes and _sha256(path) == model.sha256:
+        if is_whole(name):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="pull-", dir=path.parent) as folder:
