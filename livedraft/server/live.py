@@ -87,6 +87,7 @@ class Live:
         self._point: Point | None = None
         """The newest one, if the last sample made one."""
         self._tick = 0
+        self._said: tuple[int, dict[str, Any]] | None = None
         self._ticked = asyncio.Event()
         self._saved_at = time.monotonic()
         self._has_news = False
@@ -174,15 +175,18 @@ class Live:
             yield "retry: 2000\n\n"
             sent_tick, full_tick, sent_details = -1, 0, ""
             while self._phase() in ("loading", "ready"):
-                if sent_tick < 0 or self._tick > sent_tick + 1 or self._tick - full_tick >= _FULL_TICKS:
+                is_full = sent_tick < 0 or self._tick > sent_tick + 1 or self._tick - full_tick >= _FULL_TICKS
+                if is_full:
                     full_tick = self._tick
                     yield _event("history", [point.as_json() for point in self.history.points])
                 details = json.dumps(self.details, separators=(",", ":"))
                 if self.details and details != sent_details:
                     sent_details = details
                     yield f"event: details\ndata: {details}\n\n"
-                yield _event("now", self.now(with_point=sent_tick >= 0))
                 sent_tick = self._tick
+                yield _event(
+                    "now", self._now() | {"point": None if is_full or self._point is None else self._point.as_json()}
+                )
                 await self._ticked.wait()
         finally:
             self.num_viewers -= 1
@@ -192,14 +196,19 @@ class Live:
         if self.num_viewers >= MAX_VIEWERS:
             raise ApiError(503, f"{MAX_VIEWERS} dashboards are open; close one.", retry_after_seconds=10)
 
-    def now(self, *, with_point: bool = True) -> dict[str, Any]:
+    def _now(self) -> dict[str, Any]:
+        """Worked out once a sample, for all readers."""
+        if self._said is None or self._said[0] != self._tick:
+            self._said = (self._tick, self._current())
+        return self._said[1]
+
+    def _current(self) -> dict[str, Any]:
         served = self._served()
         said: dict[str, Any] = {"time": round(time.time(), 3), "phase": self._phase()}
         if served is None:
             return said
         snapshot = served.backend.snapshot()
         return said | {
-            "point": self._point.as_json() if with_point and self._point is not None else None,
             "recent": _rates(self.history.recent(_RECENT_DRAFTED, _RECENT_SECONDS)),
             "draft_version": snapshot["draft_version"],
             "drafts": snapshot.get("drafts", []),

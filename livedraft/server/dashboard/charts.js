@@ -12,14 +12,19 @@ const MARKS = {
 const LINES = ["", "second", "caution"]; // samples of the legend: first route, other routes, what else proposes
 const OTHER_NAMES = { suffix: "from earlier text", prediction: "clients’ predictions" };
 
-const colour = (name) => {
-  const probe = el("span", { class: "unseen" });
-  probe.style.color = `var(${name})`;
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
-};
+const colours = new Map();
+
+/** A colour of the style sheet as a canvas takes it. */
+function colour(name) {
+  if (!colours.has(name)) {
+    const probe = el("span", { class: "unseen" });
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    colours.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return colours.get(name);
+}
 
 /** Points of the time shown, summed by bin: [{x, tokens, busy, estimated, plain, curves, alpha}], null where there is a gap. */
 function binned(points, from, to) {
@@ -55,12 +60,15 @@ function binned(points, from, to) {
 }
 
 class Chart {
-  constructor(id, { least, most, format }) {
-    this.holder = $(id);
+  constructor(name, { least, most, format }) {
+    this.holder = $(`${name}-chart`);
+    this.legend = $(`${name}-legend`);
     this.scale = { least, most, format };
     this.marks = [];
+    this.series = [];
     this.plot = null;
     this.names = "";
+    this.pointed = null; // index of the bin under the pointer
     new ResizeObserver(() => this.plot?.setSize(this.size)).observe(this.holder);
   }
 
@@ -73,15 +81,30 @@ class Chart {
     this.plot = null;
   }
 
-  /** `series`: [{name, stroke, dash, width, values}] over `times`. */
+  /** `series`: [{name, sample, stroke, dash, width, values}] over `times`. */
   draw(times, series, range) {
     this.range = range;
+    this.series = series;
     const names = series.map((one) => one.name).join("\n");
     if (this.plot && names !== this.names) this.forget();
     this.names = names;
     const data = [times, ...series.map((one) => one.values)];
     if (this.plot) this.plot.setData(data);
     else this.plot = new uPlot(this.options(series), data, this.holder);
+    this.showLegend();
+  }
+
+  /** Each line with its value under the pointer, or its newest one; then the kinds of marks there are. */
+  showLegend() {
+    const value = (one) => this.scale.format(one.values[this.pointed] ?? last(one.values));
+    const items = this.series.map((one) => [label(one.name), one.sample, value(one)]);
+    const kinds = Object.keys(MARKS).filter((kind) => this.marks.some((mark) => mark.kind === kind));
+    fill(this.legend, [items, kinds], () => [
+      ...items.map((item) => line(...item)),
+      ...kinds.map((kind) =>
+        el("li", {}, el("span", { class: `mark ${kind}`, "aria-hidden": "true" }, MARKS[kind].sign), MARKS[kind].text),
+      ),
+    ]);
   }
 
   options(series) {
@@ -98,7 +121,15 @@ class Chart {
         { ...axis, grid, size: 46, space: 44, values: (_, ticks) => ticks.map(this.scale.format) },
       ],
       series: [{}, ...series.map((one) => ({ ...one, label: one.name, points: { show: false }, spanGaps: false }))],
-      hooks: { draw: [(plot) => this.drawMarks(plot)] },
+      hooks: {
+        draw: [(plot) => this.drawMarks(plot)],
+        setCursor: [
+          (plot) => {
+            this.pointed = plot.cursor.idx;
+            this.showLegend();
+          },
+        ],
+      },
     };
   }
 
@@ -143,13 +174,14 @@ function tickLabel(ticks) {
 
 export class Charts {
   constructor() {
-    this.acceptance = new Chart("acceptance-chart", { least: 0.2, most: 1, format: percent });
-    this.speed = new Chart("speed-chart", { least: 10, most: Infinity, format: whole });
+    this.acceptance = new Chart("acceptance", { least: 0.2, most: 1, format: percent });
+    this.speed = new Chart("speed", { least: 10, most: Infinity, format: whole });
     this.seconds = 600;
   }
 
   /** With other colours from now on. */
   recolour() {
+    colours.clear();
     this.acceptance.forget();
     this.speed.forget();
   }
@@ -183,16 +215,9 @@ export class Charts {
     }
     this.acceptance.marks = marks;
     this.acceptance.draw(times, series, range);
-    const counted = Object.keys(MARKS).filter((kind) => marks.some((mark) => mark.kind === kind));
-    const items = series.map((one) => [label(one.name), one.sample, percent(last(one.values))]);
-    fill($("acceptance-legend"), [items, counted], () => [
-      ...items.map((item) => line(...item)),
-      ...counted.map((kind) =>
-        el("li", {}, el("span", { class: `mark ${kind}`, "aria-hidden": "true" }, MARKS[kind].sign), MARKS[kind].text),
-      ),
-    ]);
     const shown = marks.filter((mark) => mark.time >= range[0]);
-    const told = counted.map((kind) => `${shown.filter((mark) => mark.kind === kind).length} ${MARKS[kind].text}`);
+    const counts = Object.keys(MARKS).map((kind) => [kind, shown.filter((mark) => mark.kind === kind).length]);
+    const told = counts.filter(([, count]) => count).map(([kind, count]) => `${count} ${MARKS[kind].text}`);
     const curves = series.map((one) => `${label(one.name)} from ${percent(first(one.values))} to ${percent(last(one.values))}`);
     this.acceptance.holder.setAttribute("aria-label", [...curves, ...told].join("; ") || "No drafted tokens yet");
   }
@@ -205,9 +230,8 @@ export class Charts {
       { name: "without, estimated", sample: "muted", stroke: colour("--faint"), width: 2, dash: [7, 5], values: plain },
     ];
     this.speed.draw(times, series, range);
-    const items = series.map((one) => [one.name, one.sample, whole(last(one.values))]);
-    fill($("speed-legend"), items, () => items.map((item) => line(...item)));
-    this.speed.holder.setAttribute("aria-label", items.map(([name, , value]) => `${name}: now ${value} tokens a second`).join("; "));
+    const told = series.map((one) => `${one.name}: now ${whole(last(one.values))} tokens a second`);
+    this.speed.holder.setAttribute("aria-label", told.join("; "));
   }
 }
 

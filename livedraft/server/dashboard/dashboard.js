@@ -48,7 +48,7 @@ function draw() {
   if (document.hidden || !page.now) return;
   const isEmpty = !page.points.some((point) => point.num_tokens);
   $("empty").hidden = !isEmpty || page.now.phase !== "ready";
-  $("acceptance-card").hidden = $("speed-card").parentElement.hidden = isEmpty;
+  $("acceptance-card").hidden = $("curves").hidden = isEmpty;
   if (!isEmpty) charts.draw(page.points, page.marks, page.now.time);
 }
 document.addEventListener("visibilitychange", draw);

@@ -16,11 +16,13 @@ export function say(id, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+const shown = new WeakMap();
+
 /** The children of a list, replaced when `key` is another one. */
 export function fill(node, key, make) {
   const text = JSON.stringify(key);
-  if (node.dataset.key === text) return;
-  node.dataset.key = text;
+  if (shown.get(node) === text) return;
+  shown.set(node, text);
   node.replaceChildren(...make());
 }
 
