@@ -302,6 +302,11 @@ class LLM:
             self._loop = EngineLoop(self.engine, num_threads=torch.get_num_threads(), on_busy=on_busy)
         return self._loop
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether `loop` owns the engine."""
+        return self._loop is not None
+
     def add(self, requests: Iterable[Request]) -> list[RequestState]:
         """Queue requests, all or none."""
         if self._loop is not None:
@@ -416,9 +421,11 @@ class LLM:
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write queued traces, end the training process, release the state folder. Safe to call twice."""
+        """Write queued traces, end the training process, release the state folder. Safe to call twice. What is left answers
+        `generate` still, with the draft it has; nothing is stored any more."""
         if self._loop is not None:
             self._loop.close()
+            self._loop = None
         if self.swap is not None:
             self.swap.close()
             self.engine.drafting.withdraw_offer()

@@ -178,6 +178,12 @@ class Update:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_drafted: int | None = None
+    """Proposed in this round, of which the first `num_accepted` of `token_ids` were accepted; None where the backend does not
+    say."""
+    num_accepted: int = 0
+    proposer: str | None = None
+    """The draft's version, "suffix" or "prediction"; None when nothing was proposed."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """With finish_reason "stop": the stop string or stop token that ended it; None is end-of-sequence."""

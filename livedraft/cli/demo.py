@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -24,6 +25,7 @@ from livedraft.bench.alternate import Timing, alternate
 from livedraft.bench.contender import Contender
 from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
 from livedraft.bench.same_output import Sameness, compare_outputs
+from livedraft.cli.demo_page import DemoPage, serve_together
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
 from livedraft.device import num_available_cores
 from livedraft.draft_source import UNTRAINED
@@ -47,7 +49,9 @@ SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_START_SECONDS, LONGEST_SETTLE_SECONDS = 15.0, 12.0
 
 
-def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool) -> None:
+def run(
+    *, num_requests: int, max_tokens: int, seed: int, state: Path | None, model: str, as_json: bool, opens_page: bool
+) -> None:
     if model in MODELS:
         pull(model)
     with ExitStack() as stack:
@@ -79,12 +83,20 @@ def run(*, num_requests: int, max_tokens: int, seed: int, state: Path | None, mo
             )
         )
         log.print(f"{llm.path.description}. {num_requests} requests to a plant shop, greedy, max_tokens {max_tokens}.")
+        page = None
+        if opens_page:
+            page = stack.enter_context(DemoPage(llm, model))
+            log.print(f"Dashboard: {page.url}")
+            webbrowser.open(page.url)
         prompts = plant_shop_prompts(num_requests + NUM_HELD_OUT_PROMPTS, seed)
         sampling = SamplingParams(max_tokens=max_tokens)
         _wait_for(lambda: bool(read_status(state, "trainer")), LONGEST_START_SECONDS)
         answers = _serve_stream(llm, prompts[:num_requests], sampling, log)
         rows = _wait_until_settled(llm, num_requests, log)
         learned_version = llm.registry.in_service(DEFAULT_ROUTE).id  # type: ignore[union-attr]  # it learns
+        if page is not None:
+            page.close()
+            log.print("The dashboard keeps what it shows; it is not brought up to date any more.")
         llm.close()  # learning ends here; only speed is measured from now on
         timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
         result = _result(llm, rows, timings, stats, same, learned_version)
@@ -106,9 +118,8 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
     answers: list[list[int]] = []
     for number, first in enumerate(range(0, len(prompts), size), start=1):
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + size]]
-        states = llm.add([llm.request(message, sampling) for message in messages])
-        llm.run(after_round=partial(log.tick, llm, len(answers)))
-        answers += [state.output_token_ids for state in states]
+        requests = [llm.request(message, sampling) for message in messages]
+        answers += serve_together(llm, requests, partial(log.tick, llm, len(answers)))
         next_burst = started + number * interval
         pause_end = max(next_burst, time.monotonic() + SHORTEST_PAUSE_SECONDS)
         while time.monotonic() < pause_end:  # no request: the compute a real service leaves idle between its peaks

@@ -330,12 +330,16 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Fixes the prompts and the training.")] = 0,
     state: State = None,
     model: Model = DEFAULT_MODEL,
+    opens_page: Annotated[bool, typer.Option("--open", help="Show it on the dashboard too, in a browser.")] = False,
     as_json: Json = False,
 ) -> None:
     """Serve a stream of prompts and watch a draft learn it, live."""
     from livedraft.cli.demo import run
 
-    run(num_requests=requests, max_tokens=max_tokens, seed=seed, state=state, model=model, as_json=as_json)
+    run(
+        num_requests=requests, max_tokens=max_tokens, seed=seed, state=state, model=model, as_json=as_json,
+        opens_page=opens_page,
+    )  # fmt: skip
 
 
 def main() -> None:

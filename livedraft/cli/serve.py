@@ -100,6 +100,7 @@ class _DrainingServer(uvicorn.Server):
         lines = [
             *served.banner,
             ("address", f"{url}/v1 (OpenAI's API), {url}/metrics, {url}/health"),
+            ("dashboard", f"{url}/"),
             ("access", "API key needed for /v1" if config.api_keys else _openness(config)),
         ]
         for name, text in lines:

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from livedraft.config import SpeculationConfig
 from livedraft.engine.request import RequestState
@@ -166,6 +167,23 @@ class Drafting:
     def version_for(self, state: RequestState) -> str:
         resident = self._of(state)
         return resident.draft.version if resident else "none"
+
+    def report(self, num_requests: int) -> list[dict[str, Any]]:
+        """Of each resident draft: its acceptance by position, the draft length that follows and why. From any thread;
+        figures of one draft may be a round apart."""
+        rows = []
+        for resident in self.residents():
+            k, reason = resident.lengths.explained(num_requests)
+            rows.append(
+                {
+                    "version": resident.draft.version,
+                    "is_second": resident is self.second,
+                    "acceptance_by_position": resident.lengths.acceptance_by_position,
+                    "k": k,
+                    "reason": reason,
+                }
+            )
+        return rows
 
     # --- changes ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 
 from livedraft.config import EngineConfig, SpeculationConfig
 from livedraft.engine.drafting import DEFAULT_PRIOR, Drafting, Lineup
+from livedraft.engine.estimate import PlainEstimate
 from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
@@ -74,6 +75,7 @@ class Engine:
             first_slot=config.max_num_seqs, num_slots=max(0, target.num_slots - config.max_num_seqs)
         )
         self.costs = costs or self.runner.measure_costs(draft)
+        self.estimate = PlainEstimate(self.costs)
         self.drafting = self.new_drafting(draft, prior)
         self.stats = SpeculationStats()
         self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
@@ -221,10 +223,12 @@ class Engine:
         if not entries:
             return []
         proposals = self.drafting.proposals(entries)
+        num_emitted = self.stats.num_emitted_tokens
         target_logits = self.runner.verify(entries, proposals)
         verdicts = self._verdicts(entries, proposals, target_logits)
         for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
             self._commit(entry, proposal, logits_RV, verdict)
+        self.estimate.record(entries, proposals, self.stats.num_emitted_tokens - num_emitted)
         return self._release_finished(entries)
 
     # --- the parts of a round ---------------------------------------------------------------------------------------
@@ -355,6 +359,8 @@ class Engine:
     ) -> None:
         """A prediction is the client's: its counts are kept apart from the draft's."""
         num_drafted = len(proposal.draft_token_ids) if proposal else 0
+        state.round_num_drafted, state.round_num_accepted = num_drafted, num_accepted
+        state.round_proposer = proposal.draft_version if proposal and num_drafted else None
         is_prediction = proposal is not None and proposal.draft_version == PREDICTION
         by_draft = (0, 0) if is_prediction else (num_drafted, num_accepted)
         for stats in (state.stats, self.stats):

@@ -42,6 +42,8 @@ class EngineLoop:
         self._num_prompt_tokens = self._num_output_tokens = 0
         self.busy_seconds = self.idle_seconds = 0.0
         """With and without work, until the last change."""
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """`busy_seconds`, and since when there is work again: in one piece, for other threads."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -71,6 +73,7 @@ class EngineLoop:
         engine = self.engine
         running, waiting = list(engine.scheduler.running), len(engine.scheduler.waiting) + len(self._inbox)
         num_slots = engine.config.max_num_seqs
+        busy_seconds, since = self._busy
         return {
             "num_requests_running": len(running),
             "num_requests_waiting": waiting,
@@ -84,6 +87,11 @@ class EngineLoop:
             "num_emitted_tokens": engine.stats.num_emitted_tokens,
             "finished": dict(self._num_finished),
             "speculation": list(engine.stats_by_version.items()),
+            "emitted_tokens": engine.stats.num_emitted_tokens,
+            "busy_seconds": busy_seconds + (0.0 if since is None else time.monotonic() - since),
+            "estimated_seconds": engine.estimate.seconds,
+            "estimated_plain_seconds": engine.estimate.plain_seconds,
+            "drafts": engine.drafting.report(max(1, len(running))),
         }
 
     # --- on the engine's thread -------------------------------------------------------------------------------------
@@ -108,6 +116,7 @@ class EngineLoop:
                 else:
                     self.idle_seconds += now - changed_at
                 is_busy, changed_at = not is_busy, now
+                self._busy = self.busy_seconds, now if is_busy else None
                 self._on_busy(is_busy)
             if is_busy:
                 self._guarded(self._round)
@@ -150,6 +159,9 @@ class EngineLoop:
         update = Update(
             token_ids=tuple(state.token_ids[state.num_prompt_tokens + start :]),
             logprobs=tuple(state.logprobs[start:]),
+            num_drafted=state.round_num_drafted,
+            num_accepted=state.round_num_accepted,
+            proposer=state.round_proposer,
             finish_reason=state.finish_reason,
             stop_reason=state.stop_reason,
             error=state.error,

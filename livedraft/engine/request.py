@@ -55,6 +55,10 @@ class RequestState:
     is_past_draft_limit: bool = False
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
+    round_num_drafted: int = 0
+    round_num_accepted: int = 0
+    round_proposer: str | None = None
+    """Of the last round, for whoever shows tokens by where they come from."""
     num_delivered: int = 0
     """Output tokens already handed over by the serving loop."""
 

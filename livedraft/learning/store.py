@@ -157,10 +157,10 @@ class TraceStore:
         return traces[row.row]
 
     def summary(self) -> dict[str, Any]:
-        """How many traces, and alpha of the last hundred scored ones: all of them, those whose prompt had been trained on, and
-        those whose prompt had not."""
+        """How many traces, since when, and alpha of the last hundred scored ones: all of them, those whose prompt had been
+        trained on, and those whose prompt had not."""
         with open_database(self.state) as database:
-            total = database.execute("SELECT count(*) FROM traces").fetchone()[0]
+            total, oldest = database.execute("SELECT count(*), min(created_at) FROM traces").fetchone()
             scored = database.execute(
                 "SELECT alpha, is_repeat FROM traces WHERE alpha IS NOT NULL ORDER BY id DESC LIMIT 100"
             ).fetchall()
@@ -170,6 +170,7 @@ class TraceStore:
 
         return {
             "traces": total,
+            "oldest_trace_at": oldest,
             "store_bytes": sum(path.stat().st_size for path in self.folder.glob("shard-*")),
             "alpha_last_100": mean([alpha for alpha, _ in scored]),
             "alpha_seen_prompts": mean([alpha for alpha, is_repeat in scored if is_repeat]),

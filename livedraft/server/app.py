@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints over any `Backend`, health, metrics.
+"""The HTTP application: OpenAI's endpoints over any `Backend`, health, metrics, the dashboard.
 
 A request's way: `Gate` (id, key, size) -> validation -> `openai_api` (template, tokens, limits; off the event loop) -> the
 backend's queue -> updates, one a round -> text and JSON here, on the event loop -> the client.
@@ -26,9 +26,11 @@ from livedraft import __version__
 from livedraft.config import ROUTE_NAME_RULE, ServerConfig, is_route_name
 from livedraft.records import RouteHints, Update
 from livedraft.server.admin import admin_routes
+from livedraft.server.dashboard import dashboard_routes
 from livedraft.server.errors import ApiError, error_body, error_response, from_validation
 from livedraft.server.gate import Gate, Receive, Scope, Send
 from livedraft.server.handover import Handover, Queue
+from livedraft.server.live import Live
 from livedraft.server.metrics import Metrics
 from livedraft.server.openai_api import Served, chat_job, completion_job
 from livedraft.server.responses import Job
@@ -54,6 +56,7 @@ class Server:
         self.phase: Phase = "loading"
         self.load_error: BaseException | None = None
         self.metrics = Metrics(lambda: self.served)
+        self.live = Live(config, lambda: self.served, lambda: self.phase)
         self.num_open = 0
         """Choices being generated or waiting."""
         self._handover: Handover | None = None
@@ -130,10 +133,12 @@ class Server:
         num_tokens = len(update.token_ids)
         if num_tokens and last_seen == 0.0:
             self.metrics.time_to_first_token.observe(now - arrived)
+            self.live.time_to_first_token.add(now - arrived)
         elif num_tokens:
             gap = (now - last_seen) / num_tokens
             for _ in range(num_tokens):
                 self.metrics.inter_token_latency.observe(gap)
+                self.live.inter_token_latency.add(gap)
         if update.counts is not None:
             self.metrics.request_latency.observe(now - arrived)
             self.metrics.queue_time.observe(update.counts.queued_seconds)
@@ -285,8 +290,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(server: Server) -> FastAPI:
-    """The application around a server; starting it begins to load the model, and serves /health meanwhile."""
+def create_app(server: Server, *, closes_served: bool = True) -> FastAPI:
+    """The application around a server; starting it begins to load the model, and serves /health meanwhile. `closes_served`:
+    its end is the model's end too."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -294,11 +300,15 @@ def create_app(server: Server) -> FastAPI:
         loading.add_done_callback(
             lambda task: task.cancelled() or task.exception()
         )  # whoever runs the server reports it
+        sampling = asyncio.ensure_future(server.live.run())
         yield
         if not loading.done():
             await asyncio.wait({loading})
         server.stop_preparing()
-        if server.served is not None:
+        sampling.cancel()
+        await asyncio.wait({sampling})
+        await server.live.save()
+        if server.served is not None and closes_served:
             await run_in_threadpool(server.served.close)
 
     app = FastAPI(title="livedraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -306,6 +316,7 @@ def create_app(server: Server) -> FastAPI:
     config = server.config
     app.add_middleware(Gate, api_keys=config.api_keys, admin_key=config.admin_key, max_bytes=config.max_request_bytes)
     app.include_router(admin_routes(lambda: server.served.state if server.served else None))
+    app.include_router(dashboard_routes(server.live))
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:

@@ -82,7 +82,10 @@ def chat_job(
         except UserError as error:
             raise ApiError(400, str(error), param="response_format") from error
         request = replace(request, grammar=grammar)
-    return _job(body, served, [request], f"chatcmpl-{id}", reports_counts, is_chat=True, parses_tools=bool(tools))
+    return _job(
+        body, served, [request], f"chatcmpl-{id}", reports_counts, is_chat=True, parses_tools=bool(tools),
+        shows_kinds=body.return_token_kinds,
+    )  # fmt: skip
 
 
 def completion_job(
@@ -184,6 +187,7 @@ def _job(
     is_chat: bool,
     echoes: Sequence[str] = ("",),
     parses_tools: bool = False,
+    shows_kinds: bool = False,
 ) -> Job:
     """n choices for each prompt. Raises ApiError when the backend refuses one."""
     requests: list[Request] = []
@@ -198,7 +202,15 @@ def _job(
         for index in range(body.n):
             request = _for_choice(prompt, index)
             choices.append(
-                Choice(len(choices), served.tokenizer, request, is_chat=is_chat, echo=echo, parses_tools=parses_tools)
+                Choice(
+                    len(choices),
+                    served.tokenizer,
+                    request,
+                    is_chat=is_chat,
+                    echo=echo,
+                    parses_tools=parses_tools,
+                    shows_kinds=shows_kinds,
+                )
             )
             requests.append(request)
     return Job(

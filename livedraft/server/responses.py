@@ -114,6 +114,7 @@ class Choice:
         is_chat: bool,
         echo: str = "",
         parses_tools: bool = False,
+        shows_kinds: bool = False,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -124,6 +125,9 @@ class Choice:
         self._is_chat = is_chat
         self._wants_logprobs = request.sampling.logprobs is not None
         self._tools = ToolCallText() if parses_tools else None
+        self._shows_kinds = shows_kinds
+        self._shown: list[list[str]] = []
+        """With `shows_kinds`: [text, kind] of each token of the last update."""
         self._stop_reason: int | str | None = None
         self._calls: list[ParsedCall] = []
         self._pieces: list[str] = [echo] if echo else []
@@ -155,8 +159,10 @@ class Choice:
                 pieces.append(self._piece({"role": "assistant", "content": ""}, ()))
             elif self._echo:
                 pieces.append(self._piece(self._echo, ()))
-        if text or update.logprobs:
-            pieces.append(self._piece({"content": text} if self._is_chat else text, update.logprobs))
+        if text or update.logprobs or self._shown:
+            piece = self._piece({"content": text} if self._is_chat else text, update.logprobs)
+            kinds = {"num_drafted": update.num_drafted, "proposer": update.proposer, "tokens": self._shown}
+            pieces.append(piece | {"token_kinds": kinds} if self._shows_kinds else piece)
         if update.finish_reason is not None:
             if self._calls:
                 pieces.append(self._piece({"tool_calls": self._tool_calls(with_index=True)}, ()))
@@ -177,9 +183,20 @@ class Choice:
         return choice | {"finish_reason": self.finish_reason, "stop_reason": self._stop_reason}
 
     def _new_text(self, update: Update) -> str:
-        text = self._text_stream.push(text_token_ids(update.token_ids, update.finish_reason, update.stop_reason))
+        visible = text_token_ids(update.token_ids, update.finish_reason, update.stop_reason)
+        if self._shows_kinds:
+            self._shown = [
+                [self._text_stream.push([token]), kind]
+                for token, kind in zip(visible, token_kinds(update), strict=False)  # an end of sequence has no text
+            ]
+            text = "".join(piece for piece, _ in self._shown)
+        else:
+            text = self._text_stream.push(visible)
         if update.finish_reason is not None:
-            text += self._text_stream.finish()
+            rest = self._text_stream.finish()
+            text += rest
+            if rest and self._shows_kinds:
+                self._shown.append([rest, "held"])
         if self._tools is not None:
             text = self._tools.push(text)
             if update.finish_reason is not None:
@@ -230,6 +247,19 @@ class Choice:
             "top_logprobs": [{tokenizer.token_text(t): value for t, value in one.top} for one in logprobs],
             "text_offset": offsets,
         }
+
+
+def token_kinds(update: Update) -> list[str]:
+    """Where each token of a round comes from: accepted (drafted and right), recovered (drawn again after a rejection), bonus
+    (free, when all drafted ones were accepted), plain (nothing was drafted); unknown where the backend does not say."""
+    if update.num_drafted is None:
+        return ["unknown"] * len(update.token_ids)
+    if update.num_drafted == 0:
+        last = "plain"
+    else:
+        last = "bonus" if update.num_accepted == update.num_drafted else "recovered"
+    num_accepted = min(update.num_accepted, len(update.token_ids))
+    return ["accepted"] * num_accepted + [last] * (len(update.token_ids) - num_accepted)
 
 
 def _token_json(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -176,12 +176,17 @@ class ChatCompletionRequest(Sampled):
     prediction: Prediction | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] | None = None
+    return_token_kinds: bool = Field(
+        False, description="Each streamed piece says which tokens were accepted, recovered, bonus or plain."
+    )
     parallel_tool_calls: Literal[True] = Field(True, description="Every call the model writes is returned.")
 
     @model_validator(mode="after")
     def _chat_options_belong(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        if self.return_token_kinds and (not self.stream or self.tools):
+            raise ValueError("return_token_kinds needs stream: true and no tools")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self

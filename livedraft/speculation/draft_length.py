@@ -158,6 +158,19 @@ class DraftLengthPolicy:
         speeds = [self._tokens_per_second(k, num_requests, num_other_rows, acceptance) for k in lengths]
         return speeds.index(max(speeds))
 
+    def explained(self, num_requests: int) -> tuple[int, str]:
+        """(the draft length for so many decoding requests, why), for people."""
+        if self.fixed is not None:
+            return self.fixed, "fixed by num_speculative_tokens"
+        acceptance = self.acceptance_by_position
+        best = self.best(num_requests, 0, acceptance)
+        plain, *others = (self._tokens_per_second(k, num_requests, 0, acceptance) for k in range(self.max_tokens + 1))
+        gain = max(others, default=0.0) / plain
+        if best == 0:
+            again = f"one round in {PROBE_INTERVAL} looks again"
+            return 0, f"no length pays: the best would give {gain:.2f} × plain decoding; {again}"
+        return best, f"promises the most, {gain:.2f} × plain decoding; an unsure draft stops earlier"
+
     def value(self, num_requests: int, num_rows: int) -> float:
         """Of drafting in the coming round, for each of `num_requests` requests: the tokens it is expected to add, less those
         that plain decoding of `num_rows` rows would give in the time it takes."""

@@ -271,7 +271,19 @@ def test_the_loop_hands_every_token_over_once_with_the_counts_at_the_end(loop):
         assert last.counts.num_emitted_tokens == len(alone)
         assert last.counts.num_accepted_tokens <= last.counts.num_draft_tokens
         assert all(update.counts is None for update in receiver.updates[:-1])
+        rounds = [update for update in receiver.updates if update.token_ids]
+        assert sum(update.num_drafted for update in rounds) == last.counts.num_draft_tokens
+        assert sum(update.num_accepted for update in rounds) == last.counts.num_accepted_tokens > 0
+        for update in rounds:
+            assert len(update.token_ids) in (update.num_accepted, update.num_accepted + 1)
+            assert (update.proposer is None) == (update.num_drafted == 0)
     snapshot = loop.snapshot()
+    assert snapshot["emitted_tokens"] == sum(map(len, ALONE))
+    assert 0 < snapshot["busy_seconds"] < 20
+    assert snapshot["estimated_plain_seconds"] > 0
+    (report,) = snapshot["drafts"]
+    assert (report["version"], report["k"], report["is_second"]) == (loop.engine.draft_version, 3, False)
+    assert len(report["acceptance_by_position"]) == 3
     assert snapshot["num_requests_running"] == snapshot["num_requests_waiting"] == 0
     assert snapshot["finished"] == {"length": 4}
     assert snapshot["generation_tokens"] == sum(map(len, ALONE))

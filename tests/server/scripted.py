@@ -31,7 +31,17 @@ class ScriptedBackend:
     max_model_len = 400
     vocabulary_size = 258
 
-    def __init__(self, tokenizer: Tokenizer, text: str, *, holds: bool = False, fails: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        *,
+        holds: bool = False,
+        fails: bool = False,
+        rounds: Sequence[Update] | None = None,
+    ) -> None:
+        """`rounds` are given as they are, in place of the text."""
+        self.rounds = rounds
         self.tokenizer, self.text, self.holds, self.fails = tokenizer, text, holds, fails
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
@@ -48,6 +58,10 @@ class ScriptedBackend:
         self.threads[-1].start()
 
     def _speak(self, deliver) -> None:
+        if self.rounds is not None:
+            for update in self.rounds:
+                deliver(update)
+            return
         token_ids: Sequence[int] = self.tokenizer.encode_text(self.text)
         for start in range(0, len(token_ids), 3):
             deliver(Update(token_ids=tuple(token_ids[start : start + 3])))

@@ -10,11 +10,12 @@ import pytest
 
 from livedraft.config import ServerConfig
 from livedraft.llm import LLM
+from livedraft.records import Update
 from livedraft.server.local import serve_llm
 from livedraft.server.openai_api import chat_job
 from livedraft.server.schemas import ChatCompletionRequest
 from livedraft.settings import Settings
-from tests.server.scripted import CHAT, scripted
+from tests.server.scripted import CHAT, COUNTS, scripted
 from tests.serving import InProcess, joined
 
 
@@ -59,6 +60,68 @@ def test_an_answer_whole_and_streamed(client):
     assert not any("usage" in chunk for chunk in unasked.chunks)
 
 
+def drafted_rounds(tokenizer):
+    """A round of each kind, one that is trimmed inside the draft, a character split over two tokens, an end of sequence."""
+    ids = tokenizer.encode_text("abcdefgh é")
+    first, second = ids[-2:]
+    return [
+        Update(token_ids=tuple(ids[0:1]), num_drafted=0),
+        Update(token_ids=tuple(ids[1:4]), num_drafted=4, num_accepted=2, proposer="v1"),
+        Update(token_ids=tuple(ids[4:7]), num_drafted=2, num_accepted=2, proposer="suffix"),
+        Update(token_ids=(ids[7], ids[8], first), num_drafted=3, num_accepted=3, proposer="v1"),
+        Update(
+            token_ids=(second, 257), num_drafted=2, num_accepted=1, proposer="v1", finish_reason="stop", counts=COUNTS
+        ),
+    ]
+
+
+def test_a_stream_says_where_each_token_comes_from_when_asked():
+    served = scripted("")
+    served.backend.rounds = drafted_rounds(served.tokenizer)
+    with InProcess(served) as client:
+        asked = client.complete(CHAT | {"stream": True, "return_token_kinds": True})
+        unasked = client.complete(CHAT | {"stream": True})
+        assert asked.choices == unasked.choices
+        assert asked.choices[0].text == "abcdefgh é"
+        assert "token_kinds" not in json.dumps(unasked.chunks)
+        kinds = [c["choices"][0]["token_kinds"] for c in asked.chunks if "token_kinds" in c["choices"][0]]
+        assert [(one["num_drafted"], one["proposer"]) for one in kinds] == [
+            (0, None), (4, "v1"), (2, "suffix"), (3, "v1"), (2, "v1")
+        ]  # fmt: skip
+        assert [one["tokens"] for one in kinds] == [
+            [["a", "plain"]],
+            [["b", "accepted"], ["c", "accepted"], ["d", "recovered"]],
+            [["e", "accepted"], ["f", "accepted"], ["g", "bonus"]],
+            [["h", "accepted"], [" ", "accepted"], ["", "accepted"]],
+            [["é", "accepted"]],
+        ]
+
+
+def test_a_backend_that_does_not_say_leaves_the_kinds_unknown(client):
+    reply = client.complete(CHAT | {"stream": True, "return_token_kinds": True})
+    assert reply.choices[0].text == "héllo 🌈 world"
+    kinds = {
+        kind for chunk in reply.chunks for _, kind in chunk["choices"][0].get("token_kinds", {"tokens": []})["tokens"]
+    }
+    assert kinds == {"unknown"}
+
+
+def test_a_held_back_end_has_no_token_of_its_own():
+    served = scripted("")
+    ids = served.tokenizer.encode_text("ab")
+    served.backend.rounds = [
+        Update(token_ids=(ids[0],), num_drafted=0),
+        Update(
+            token_ids=(ids[1],), num_drafted=1, num_accepted=1, proposer="v1", finish_reason="length", counts=COUNTS
+        ),
+    ]
+    with InProcess(served) as client:
+        reply = client.complete(CHAT | {"stream": True, "return_token_kinds": True, "stop": ["bc"]})
+        last = [c["choices"][0]["token_kinds"] for c in reply.chunks if "token_kinds" in c["choices"][0]][-1]
+        assert last["tokens"] == [["", "accepted"], ["b", "held"]]
+        assert reply.choices[0].text == "ab"
+
+
 def test_completions_and_echo(client):
     body = {"model": "script", "prompt": "Once"}
     assert client.complete(body).choices[0].text == "héllo 🌈 world"
@@ -99,6 +162,7 @@ def test_completions_and_echo(client):
         ({"top_logprobs": 3}, None, "top_logprobs needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, None, "stream: true"),
+        ({"return_token_kinds": True}, None, "needs stream: true"),
         ({"max_tokens": 0}, "max_tokens", "greater"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, None, "differ"),
         ({"best_of": 3}, "best_of", "not supported"),

@@ -74,6 +74,21 @@ def test_fixed_length_is_kept():
     assert [policy.choose(1) for _ in range(3)] == [DraftLength(k=5)] * 3
 
 
+def test_the_choice_is_explained_in_words():
+    fixed = DraftLengthPolicy(costs(), max_tokens=8, fixed=4)
+    assert fixed.explained(1) == (4, "fixed by num_speculative_tokens")
+    good = DraftLengthPolicy(costs(), max_tokens=8, prior=0.8)
+    k, reason = good.explained(1)
+    assert k == good.best(1)
+    gain = expected_tokens([0.8] * k, k) / (1 + 0.05 * k)
+    assert f"{gain:.2f} × plain decoding" in reason
+    k, reason = DraftLengthPolicy(costs(), max_tokens=8, prior=0.0).explained(1)
+    assert k == 0
+    assert "no length pays: the best would give 0.95 × plain decoding" in reason
+    nothing = DraftLengthPolicy(costs(), max_tokens=0)
+    assert nothing.explained(1)[0] == 0
+
+
 def test_cost_curve_is_interpolated_and_never_falls_below_one_row():
     model = CostModel(target_seconds_by_rows={1: 1.0, 5: 1.4, 9: 0.9}, draft_seconds_by_requests={1: 0.1})
     assert model.target_seconds(3) == pytest.approx(1.2)

@@ -1,0 +1,73 @@
+"""The pictures of docs/dashboard.md, from a real run: `python -m tests.e2e.screenshots docs`. Needs Chromium, as the test does.
+
+`livedraft serve --admin-key` learns from the demo's stream; one chat is asked over the page. Minutes long on two cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from livedraft.bench.demo_stream import plant_shop_prompts
+from livedraft.models.pull import DEFAULT_MODEL
+from tests.e2e.browser import Browser, why_not
+from tests.e2e.server_process import ServerProcess
+
+NUM_BURSTS, BURST, PAUSE_SECONDS = 9, 12, 12.0
+MAX_BYTES = 200_000
+QUESTION = "How often should I water a basil plant on a sunny windowsill?"
+SETTINGS = "[speculation]\nsuffix_decoding = false\n[learning]\nnum_threads = 2\nmicro_batch_tokens = 1024\n"
+
+
+def serve_stream(url: str, model: str) -> None:
+    prompts = plant_shop_prompts(NUM_BURSTS * BURST, 0)
+
+    def ask(prompt: str) -> None:
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 96}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status()
+
+    with ThreadPoolExecutor(BURST) as clients:
+        for first in range(0, len(prompts), BURST):
+            list(clients.map(ask, prompts[first : first + BURST]))
+            time.sleep(PAUSE_SECONDS)  # the draft learns in the pauses
+
+
+def main(folder: Path) -> None:
+    missing = why_not()
+    if missing:
+        sys.exit(missing)
+    with tempfile.TemporaryDirectory() as state:
+        settings = Path(state) / "settings.toml"
+        settings.write_text(SETTINGS)
+        arguments = ("--state", state, "--learn", "on", "--admin-key", "key", "--config", settings)
+        with ServerProcess(DEFAULT_MODEL, *arguments) as server, Browser(width=1120, height=1400) as browser:
+            serve_stream(server.url, DEFAULT_MODEL)
+            browser.do.get(f"{server.url}/")
+            browser.wait(lambda: browser.text("#acceptance-legend"))
+            browser.write("#message", QUESTION)
+            browser.click("#send")
+            browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 120)
+            for name, width, theme in (
+                ("dashboard-light", 1120, "light"),
+                ("dashboard-dark", 1120, "dark"),
+                ("dashboard-phone", 390, "light"),
+            ):
+                browser.resize(width, 1400)
+                browser.show_theme(theme)
+                browser.run("document.activeElement.blur(); scrollTo(0, 0)")
+                time.sleep(2.5)  # the next sample redraws the curves
+                path = folder / f"{name}.png"
+                browser.screenshot(path, is_whole_page=True)
+                size = path.stat().st_size
+                print(f"{path}: {size / 1000:.0f} kB")
+                if size > MAX_BYTES:
+                    sys.exit(f"{path} is larger than {MAX_BYTES} bytes.")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,243 @@
+"""The dashboard as people see it: a real browser against a real server that learns. `make test-long` only."""
+
+import httpx
+import pytest
+
+from tests.e2e.browser import AXE, Browser, why_not
+from tests.e2e.server_process import TINY_ENVIRONMENT, ServerProcess
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+KEY = "operator's key"
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+# What axe calls serious or critical; `null` until it has run.
+SCAN = """
+const done = arguments[arguments.length - 1];
+axe.run(document, { resultTypes: ["violations"] }).then((found) => done(found.violations
+  .filter((one) => ["serious", "critical"].includes(one.impact))
+  .map((one) => `${one.id}: ${one.help}: ${one.nodes.map((node) => node.html + " " + node.failureSummary).join(" | ")}`)));
+"""
+CURVE = "return document.querySelector('#acceptance-chart').getAttribute('aria-label')"
+PIXELS = """
+const canvas = document.querySelector("#acceptance-chart canvas");
+const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+let sum = 0;
+for (let i = 0; i < data.length; i += 4) sum = (sum * 31 + data[i] + 7 * data[i + 1] + 13 * data[i + 3]) % 1000003;
+return sum;
+"""
+
+
+def ask(url, count, first=0, **more):
+    for number in range(first, first + count):
+        body = {"model": "m", "prompt": f"question {number % 12}", "max_tokens": 64, "ignore_eos": True, **more}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def serve(model_folder, *arguments):
+    return ServerProcess(model_folder, "--served-model-name", "m", "--dtype", "float32", *arguments, **TINY_ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, tmp_path_factory):
+    state = tmp_path_factory.mktemp("state")
+    # Suffixes off: a tiny random model repeats itself, and the draft would never be asked.
+    settings = state / "settings.toml"
+    settings.write_text("[speculation]\nsuffix_decoding = false\n[learning]\ntraces_per_candidate = 8\n")
+    arguments = ("--state", state, "--admin-key", KEY, "--learn", "eager", "--config", settings)
+    with serve(model_folder, *arguments) as running:
+        yield running
+
+
+@pytest.fixture
+def browser():
+    with Browser() as made:
+        yield made
+
+
+def serious_faults(browser):
+    browser.run(AXE.read_text(encoding="utf-8"))
+    browser.do.set_script_timeout(60)
+    return browser.do.execute_async_script(SCAN)
+
+
+def promote(browser, version, key):
+    browser.click(f"button[aria-label='Promote {version}']")
+    browser.wait(lambda: browser.text("#confirm-title"))
+    browser.run("document.querySelector('#admin-key').value = ''")
+    browser.write("#admin-key", key)
+    browser.click("#confirm-do")
+
+
+def in_service(browser):
+    return browser.run("return document.querySelector('#versions .in_service')?.closest('tr').cells[0].innerText")
+
+
+def test_an_empty_server_says_what_to_do_and_works_without_learning(model_folder, browser):
+    with serve(model_folder, "--no-learn") as running:
+        assert f"dashboard  {running.url}/\n" in running.banner
+        browser.do.get(f"{running.url}/")
+        browser.wait(lambda: "Nothing has been served yet" in browser.text("#empty"))
+        assert f"livedraft chat --url {running.url}" in browser.text("#empty")
+        assert "Learning is off" in browser.text("#empty")
+        assert browser.text("#learning") == "off"
+        assert "no state folder" in browser.text("#versions-note")
+        ask(running.url, 2)
+        browser.wait(lambda: not browser.text("#empty"))
+        assert browser.wait(lambda: browser.text("#speed").isdigit())
+        assert browser.complaints() == []
+
+
+def test_the_curve_moves_a_promotion_appears_and_the_key_decides_who_may(server, browser):
+    browser.do.get(f"{server.url}/")
+    browser.wait(lambda: browser.text("#phase") == "ready")
+    ask(server.url, 8)
+    first = browser.wait(lambda: browser.text("#acceptance-card") and browser.run(CURVE))
+    drawn = browser.run(PIXELS)
+    ask(server.url, 16, first=8)
+    browser.wait(lambda: browser.run(CURVE) != first)
+    browser.wait(lambda: browser.run(PIXELS) != drawn)
+    assert browser.wait(lambda: "of 16" in browser.text("#requests") or browser.text("#requests"))
+    assert browser.text("#ttft td").endswith(("ms", "s"))
+
+    # A version of the trainer's own, or one an operator puts into service: either is a promotion on the curve.
+    with_action = "#versions button[aria-label^='Promote']"
+    rounds = iter(range(100, 400, 8))
+
+    def has_another():
+        ask(server.url, 8, first=next(rounds))
+        return browser.texts(with_action)
+
+    browser.wait(has_another, 120)
+    serving = in_service(browser)
+    version = browser.run(f"return document.querySelector(\"{with_action}\").closest('tr').cells[0].innerText")
+
+    promote(browser, version, "wrong key")
+    browser.wait(lambda: "admin key is missing or wrong" in browser.text("#confirm-error"))
+    assert in_service(browser) == serving
+    browser.click("#confirm-cancel")
+
+    promote(browser, version, KEY)
+    browser.wait(lambda: not browser.run("return document.querySelector('#confirm').open"))
+    browser.wait(lambda: in_service(browser) == version)
+    ask(server.url, 2)
+    browser.wait(lambda: "promoted" in browser.text("#acceptance-legend"))
+    browser.wait(lambda: f"put draft {version} into service" in browser.text("#events"))
+
+    browser.click("#rollback")
+    browser.wait(lambda: browser.text("#confirm-title") == "Roll back?")
+    browser.click("#confirm-do")  # the page remembers the key while it is open
+    browser.wait(lambda: not browser.run("return document.querySelector('#confirm').open"))
+    browser.wait(lambda: "took draft" in browser.text("#events"))
+    browser.wait(lambda: "rolled back" in browser.text("#acceptance-legend"))
+    complaints = [
+        line for line in browser.complaints() if "401" not in line
+    ]  # the browser's own word for the wrong key
+    assert complaints == []
+
+
+def test_a_chat_streams_in_its_colours_and_what_a_model_says_is_text(server, browser):
+    browser.do.get(f"{server.url}/")
+    browser.wait(lambda: browser.text("#model") == "m")
+    browser.write("#message", "hello there")
+    browser.click("#send")
+    browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 60)
+    kinds = browser.run("return [...new Set([...document.querySelectorAll('#chat .token')].map((e) => e.className))]")
+    assert set(kinds) <= {"token accepted", "token recovered", "token bonus", "token plain"}
+    assert len(kinds) >= 2
+    browser.click("#speculates")
+    browser.click("#new-chat")
+    browser.write("#message", EVIL)
+    browser.click("#send")
+    browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 60)
+    plain = browser.run("return [...new Set([...document.querySelectorAll('#chat .token')].map((e) => e.className))]")
+    assert plain == ["token plain"]
+    assert browser.text("#chat .user") == EVIL
+    assert "owned" not in browser.do.title
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_it_is_readable_in_both_themes_on_a_desk_and_on_a_phone(server, browser, theme, width):
+    browser.resize(width, 800)
+    browser.show_theme(theme)
+    browser.do.get(f"{server.url}/")
+    ask(server.url, 2)
+    browser.wait(lambda: browser.text("#acceptance-legend"))
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    light, dark = "rgb(247, 247, 245)", "rgb(18, 20, 23)"
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert browser.run(background) == (light if theme == "light" else dark)
+    other = "dark" if theme == "light" else "light"
+    while browser.text("#theme") != f"Theme: {other}":
+        browser.click("#theme")
+    assert browser.run(background) == (dark if theme == "light" else light)
+    browser.do.refresh()
+    assert browser.run(background) == (dark if theme == "light" else light)
+    assert browser.complaints() == []
+
+
+@pytest.mark.skipif(
+    not AXE.exists(), reason=f"axe-core is not at {AXE} (`make axe` fetches it); the dashboard was NOT scanned."
+)
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+def test_a_scan_finds_no_serious_fault(server, model_folder, browser, theme, width):
+    browser.resize(width, 800)
+    browser.show_theme(theme)
+    browser.do.get(f"{server.url}/")
+    ask(server.url, 2)
+    browser.wait(lambda: browser.text("#acceptance-legend"))
+    browser.write("#message", "hello")
+    browser.click("#send")
+    browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 60)
+    assert serious_faults(browser) == []
+    browser.click("#rollback")
+    browser.wait(lambda: browser.run("return document.querySelector('#confirm').open"))
+    assert serious_faults(browser) == []
+    with serve(model_folder, "--no-learn") as empty:
+        browser.do.get(f"{empty.url}/")
+        browser.wait(lambda: browser.text("#empty"))
+        assert serious_faults(browser) == []
+
+
+def test_it_can_be_used_with_the_keyboard_alone(server, browser):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.do.get(f"{server.url}/")
+    browser.wait(lambda: browser.text("#versions button"))
+    active = lambda: browser.do.switch_to.active_element  # noqa: E731
+    active().send_keys(Keys.TAB)
+    assert active().text == "Skip to the chat"
+    reached = set()
+    for _ in range(60):
+        active().send_keys(Keys.TAB)
+        reached.add(active().get_attribute("id") or active().get_attribute("aria-label") or active().text)
+    assert {"theme", "rollback", "message", "send", "speculates", "chat"} <= reached
+    browser.run("document.querySelector('#rollback').focus()")
+    active().send_keys(Keys.ENTER)
+    browser.wait(lambda: browser.run("return document.querySelector('#confirm').open"))
+    assert active().get_attribute("id") == "admin-key"
+    active().send_keys(Keys.ESCAPE)
+    assert not browser.run("return document.querySelector('#confirm').open")
+    assert active().get_attribute("id") == "rollback"
+
+
+def test_the_past_is_there_after_a_restart_and_a_lost_server_is_noticed(model_folder, tmp_path, browser):
+    state = ("--state", tmp_path / "state", "--no-learn")
+    with serve(model_folder, *state) as running:
+        browser.do.get(f"{running.url}/")
+        browser.wait(lambda: browser.text("#phase") == "ready")
+        ask(running.url, 3)
+        before = browser.wait(lambda: browser.text("#speed").isdigit() and browser.text("#speed"))
+        assert running.stop() == 0
+        browser.wait(lambda: "not connected" in browser.text("#phase"))
+    assert "ERR_" in "".join(browser.complaints())  # the browser says itself that nobody is there
+    with serve(model_folder, *state) as running:
+        browser.do.get(f"{running.url}/")
+        browser.wait(lambda: browser.text("#speed").isdigit())
+        assert not browser.text("#empty")
+        assert int(browser.text("#speed")) == pytest.approx(int(before), abs=1 + 0.5 * int(before))
+        assert browser.complaints() == []
