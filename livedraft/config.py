@@ -210,9 +210,11 @@ class RoutingConfig:
     by: tuple[Literal["api_key", "system_prompt", "language", "topic"], ...] = ("system_prompt", "language", "topic")
     """What streams of traffic are told apart by, in this order; a client's own word and the rules go before."""
     rules: tuple[RouteRule, ...] = ()
+    """Tables [[routing.rules]]; the first one that fits decides."""
     main_language: str = "en"
     """Its requests are told apart by topic, those of other languages by language."""
     num_topics: int = 8
+    """Clusters of first messages that are told apart."""
     max_drafts: int = 8
     """The most routes with a draft of their own; each costs memory in training and in serving."""
     min_requests: int = 64

@@ -64,6 +64,8 @@ class Settings:
         values = {name: asdict(getattr(self, name)) for name in SECTIONS}
         values["server"]["api_keys"] = ["***"] * len(self.server.api_keys)
         values["server"]["admin_key"] = self.server.admin_key and "***"
+        for rule in values["routing"]["rules"]:
+            rule["api_key"] = rule["api_key"] and "***"
         return values
 
 

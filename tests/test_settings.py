@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from livedraft.cli.config import show
 from livedraft.config import ServerConfig
 from livedraft.records import UserError
 from livedraft.settings import SECTIONS, Settings, load_settings
@@ -88,3 +89,36 @@ def test_shown_settings_hide_keys_and_hold_every_field(tmp_path):
 def test_server_settings_are_checked(field, value):
     with pytest.raises(ValueError, match=field):
         ServerConfig(**{field: value})
+
+
+def test_rules_of_routes_are_tables_and_what_is_shown_can_be_read_again(tmp_path, capsys):
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        '[routing]\nby = ["language"]\n'
+        '[[routing.rules]]\nroute = "shop"\nlanguage = "de"\n[[routing.rules]]\nroute = "acme"\napi_key = "secret"\n'
+    )
+    settings = load_settings(file, {}, {})
+    assert [rule.route for rule in settings.routing.rules] == ["shop", "acme"]
+    show(settings, as_json=False)
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    file.write_text(shown.replace('["***"]', '["k"]'))
+    again = load_settings(file, {}, {})
+    assert again.routing.by == ("language",)
+    assert [(rule.route, rule.api_key) for rule in again.routing.rules] == [("shop", None), ("acme", "***")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[routing.rules]]\nroute = "shop"\n', "needs api_key, language or system_prompt_contains"),
+        ('[[routing.rules]]\nroute = "A shop"\nlanguage = "de"\n', "route must be 1 to 40 lower-case letters"),
+        ('[routing]\nby = ["weather"]\n', "routing.by"),
+        ("[routing]\nmax_drafts = 0\n", "max_drafts must be at least 1"),
+    ],
+)
+def test_a_wrong_routing_setting_is_named(tmp_path, text, message):
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_settings(file, {}, {})

@@ -33,6 +33,8 @@ _ABOUT = {
     "engine": "Batching and memory.",
     "speculation": "What is proposed, and how much of it.",
     "learning": "The training process and the traces it learns from.",
+    "routing": "Several drafts: which requests get one of their own (`docs/routes.md`). A rule is a table `[[routing.rules]]` "
+    "with `route` and at least one of `api_key`, `language` and `system_prompt_contains`; all that is given must hold.",
     "server": "HTTP: addresses, keys, limits.",
     "run": "`livedraft distill` only: what it works on.",
     "distill": "`livedraft distill` only: how it trains.",
@@ -46,10 +48,22 @@ def show(settings: Settings, *, as_json: bool) -> None:
         return
     for section, entries in values.items():
         print(f"[{section}]")
+        tables = {key: value for key, value in entries.items() if value and isinstance(value, (list, tuple))}
+        tables = {key: value for key, value in tables.items() if isinstance(value[0], dict)}
         for key, value in entries.items():
-            # TOML has no null: what is left to livedraft is shown as a comment.
-            print(f"# {key} = (not set)" if value is None else f"{key} = {json.dumps(value)}")
+            if key not in tables:
+                _show_value(key, value)
+        for key, rows in tables.items():
+            for row in rows:
+                print(f"\n[[{section}.{key}]]")
+                for name, value in row.items():
+                    _show_value(name, value)
         print()
+
+
+def _show_value(key: str, value: Any) -> None:
+    """TOML has no null: what is left to livedraft is shown as a comment."""
+    print(f"# {key} = (not set)" if value is None else f"{key} = {json.dumps(value)}")
 
 
 def reference() -> str:
@@ -91,6 +105,9 @@ def field_documents(kind: type) -> dict[str, str]:
 def _type(annotation: str) -> str:
     """As a reader of TOML needs it: `Literal["a", "b"] | None` is "a" or "b"."""
     annotation = annotation.removesuffix(" | None")
+    if annotation.startswith("tuple["):
+        each = annotation[len("tuple[") : -len(", ...]")]
+        return f"list of {'texts' if each == 'str' else 'tables' if each.isidentifier() else _type(each)}"
     if annotation == "Loss":
         return " or ".join(f"`{loss}`" for loss in LOSSES)
     if annotation.startswith("Literal["):
@@ -100,7 +117,6 @@ def _type(annotation: str) -> str:
         "int": "integer",
         "float": "number",
         "bool": "true or false",
-        "tuple[str, ...]": "list of texts",
     }[annotation]
 
 

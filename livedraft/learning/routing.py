@@ -35,6 +35,7 @@ NUM_ERRORS = 1.65
 """Standard errors by which the other draft has to be better."""
 LEAST_SHARE_OF_OTHERS = 0.2
 """Of a draft's recent requests from other streams; a stream that has its draft to itself needs no copy."""
+_NUM_RECENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Routing:
         """By stream, since it last lost its draft."""
         self._num_closed: Counter[str] = Counter()
         self._seen_at: dict[str, float] = {}
-        self._recent: deque[str] = deque(maxlen=400)
+        self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
 
     def route_of(self, stream: str) -> str:
         return self.assignments.get(stream, DEFAULT_ROUTE)

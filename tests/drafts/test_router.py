@@ -77,6 +77,12 @@ def test_subjects_become_topics_without_labels_and_keep_their_numbers_over_a_res
     assert topics(router(tmp_path, num_topics=3), seed=1) == first
 
 
+def test_traffic_of_one_kind_is_one_topic():
+    one = router()
+    routes = [one.route_of("", SUBJECTS["shop"].format(n=n), NO_HINTS) for n in range(300)]
+    assert set(routes[TEXTS_BEFORE_TOPICS:]) == {"topic-0"}
+
+
 @pytest.mark.parametrize("content", [b"", b"no tensors"])
 def test_damaged_topics_start_anew(tmp_path, content):
     (tmp_path / TOPICS_NAME).write_bytes(content)

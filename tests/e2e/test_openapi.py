@@ -23,6 +23,8 @@ ADMIN = [
     ("get", "/admin/drafts/{first_id}/diff/{second_id}"),
     ("post", "/admin/drafts/{version_id}/promote"),
     ("post", "/admin/rollback"),
+    ("get", "/admin/routes"),
+    ("post", "/admin/routes/{route}/close"),
     ("get", "/admin/learn"),
     ("post", "/admin/learn/pause"),
     ("post", "/admin/learn/resume"),
