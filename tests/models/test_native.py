@@ -130,6 +130,30 @@ def test_a_rows_numbers_do_not_depend_on_the_batch_nor_on_the_threads(family):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("head_width", "num_heads"), [(32, 6), (64, 2), (96, 14), (128, 8)])
+def test_a_long_context_is_the_same_in_pieces_of_any_size(head_width, num_heads):
+    """Stretches of the cache are put together: right, and bit for bit whatever the pass holds beside a row."""
+    model = model_of(
+        shaped(tiny.TINY, head_width=head_width, num_heads=num_heads, num_kv_heads=2, num_layers=2, max_positions=1024)
+    )
+    chance = random.Random(head_width)
+    tokens = chance.choices(range(203), k=600)
+    rounded = dataclasses.replace(model, tensors={n: t.bfloat16().float() for n, t in model.tensors.items()})
+    exact = prefill(decoder(rounded, FLOAT32, max_length=600), tokens)
+    whole = prefill(decoder(model, COMPILED, max_length=600), tokens)
+    torchs = (prefill(decoder(model, TORCH, max_length=600), tokens) - exact).abs().mean(-1)
+    own = (whole - exact).abs().mean(-1)
+    assert own[:250].mean() < 1.2 * torchs[:250].mean()
+    assert own[520:].mean() < 1.2 * torchs[520:].mean()
+    made, done = decoder(model, COMPILED, max_length=600), 0
+    while done < 600:
+        near_an_end = any(-4 < done - end < 3 for end in (256, 512, 600))
+        rows = list(range(done, min(done + (1 if near_an_end else chance.choice([1, 3, 8, 60])), 600)))
+        logits = made.forward([tokens[row] for row in rows], rows, [0] * len(rows), list(range(len(rows)))).logits_RV
+        assert torch.equal(logits, whole[rows]), done
+        done += len(rows)
+
+
 def test_slots_are_rewound_copied_and_cleared_as_the_torch_decoders():
     model = model_of(FAMILIES["llama"])
     made = decoder(model, COMPILED)

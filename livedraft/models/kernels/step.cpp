@@ -325,60 +325,217 @@ void narrow_row(const float* x, int width, Output* out) {
     for (int i = 0; i < width; i += W) narrow(load(x + i), out + i);
 }
 
-// One query head's products with one key, E = 2 W * PAIRS.
-template <int PAIRS>
-struct Query {
+// --- attention -------------------------------------------------------------------------------------------------------
+// A few queries at a time (the heads of a key-value group, and neighbouring rows of a slot) go over the same stretch of the cache, so
+// that a key is read and widened once for all of them. Stretches are kStretch positions whatever the pass, and threads share them
+// out: each gives the largest score, the sum of exponentials and the weighted values, put together in order at the end. Vectors of a
+// head are 2 W numbers at a time, the even ones before the odd ones, as `widen_pairs` has them.
+
+constexpr int kStretch = 256;
+#ifdef __AVX512F__
+constexpr int kQueries = 4;      // 4 queries x 4 keys of sums fit the 32 registers
+#else
+constexpr int kQueries = 2;
+#endif
+constexpr int kTileRows = 8;
+constexpr int kLargestHead = 128;
+
+// The sums of four vectors.
+inline __m128 sums_of(const floats* x) {
+#ifdef __AVX512F__
+    const __m512 x0 = (__m512)x[0], x1 = (__m512)x[1], x2 = (__m512)x[2], x3 = (__m512)x[3];
+    const __m512d a = (__m512d)(_mm512_unpacklo_ps(x0, x1) + _mm512_unpackhi_ps(x0, x1));
+    const __m512d b = (__m512d)(_mm512_unpacklo_ps(x2, x3) + _mm512_unpackhi_ps(x2, x3));
+    const __m512 whole = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+    const __m256 half = _mm512_castps512_ps256(whole) + (__m256)_mm512_extractf64x4_pd((__m512d)whole, 1);
+#else
+    const __m256 x0 = (__m256)x[0], x1 = (__m256)x[1], x2 = (__m256)x[2], x3 = (__m256)x[3];
+    const __m256d a = (__m256d)(_mm256_unpacklo_ps(x0, x1) + _mm256_unpackhi_ps(x0, x1));
+    const __m256d b = (__m256d)(_mm256_unpacklo_ps(x2, x3) + _mm256_unpackhi_ps(x2, x3));
+    const __m256 half = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
+#endif
+    return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+// A head's numbers as queries are kept for products with keys.
+inline void store_query(const float* x, int E, Input* out) {
 #ifdef __AVX512BF16__
-    __m512bh pairs[PAIRS];
-    explicit Query(const Input* query) {
-        for (int i = 0; i < PAIRS; ++i) pairs[i] = (__m512bh)_mm512_loadu_si512(query + 2 * W * i);
+    narrow_row(x, E, out);
+#else
+    for (int i = 0; i < E; ++i) out[i / (2 * W) * 2 * W + i % 2 * W + i % (2 * W) / 2] = x[i];
+#endif
+}
+
+template <int E>
+struct Key {
+#ifdef __AVX512BF16__
+    __m512bh parts[E / (2 * W)];
+    explicit Key(const bf16* at) {
+        for (int i = 0; i < E / (2 * W); ++i) parts[i] = (__m512bh)_mm512_loadu_si512(at + 2 * W * i);
     }
-    float dot(const bf16* key) const {
+    floats times(const Input* query) const {
         __m512 sum = _mm512_setzero_ps();
-        for (int i = 0; i < PAIRS; ++i) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + 2 * W * i), pairs[i]);
-        return _mm512_reduce_add_ps(sum);
+        for (int i = 0; i < E / (2 * W); ++i)
+            sum = _mm512_dpbf16_ps(sum, parts[i], (__m512bh)_mm512_loadu_si512(query + 2 * W * i));
+        return (floats)sum;
     }
 #else
-    Pairs pairs[PAIRS];
-    explicit Query(const Input* query) {
-        for (int i = 0; i < 2 * W * PAIRS; ++i) (i % 2 ? pairs[i / (2 * W)].odd : pairs[i / (2 * W)].even)[i / 2 % W] = query[i];
+    Pairs parts[E / (2 * W)];
+    explicit Key(const bf16* at) {
+        for (int i = 0; i < E / (2 * W); ++i) parts[i] = widen_pairs(at + 2 * W * i);
     }
-    float dot(const bf16* key) const {
+    floats times(const Input* query) const {
         floats sum = {};
-        for (int i = 0; i < PAIRS; ++i) sum = multiply_add(widen_pairs(key + 2 * W * i), pairs[i], sum);
-        return sum_of(sum);
+        for (int i = 0; i < E / (2 * W); ++i) {
+            sum = parts[i].even * load(query + 2 * W * i) + sum;
+            sum = parts[i].odd * load(query + 2 * W * i + W) + sum;
+        }
+        return sum;
     }
 #endif
 };
 
-// One query head over `length` keys and values.
-template <int E>
-void attend(const Input* query_, const bf16* keys, const bf16* values, int length, float scale, float* scores, Input* out) {
-    const Query<E / (2 * W)> query(query_);
-    float largest = -INFINITY;
-    for (int t = 0; t < length; ++t) {
-        scores[t] = query.dot(keys + (size_t)t * E) * scale;
-        largest = std::max(largest, scores[t]);
+// What one query makes of one stretch.
+struct Part {
+    float largest, total;
+    float* sums;  // [E], even ones before odd ones
+};
+
+// QUERIES queries over the same stretch; `lengths[q]` of its keys are in the past of query q, at least one.
+template <int E, int QUERIES>
+void attend(const Input* const* queries, const int* lengths, const bf16* keys, const bf16* values, float scale, Part* parts) {
+    alignas(64) float scores[QUERIES][kStretch];
+    int longest = 0;
+    for (int q = 0; q < QUERIES; ++q) longest = std::max(longest, lengths[q]);
+    for (int t = 0; t < longest; t += 4) {
+        floats sums[QUERIES][4];
+        for (int j = 0; j < 4; ++j) {
+            const Key<E> key(keys + (size_t)std::min(t + j, longest - 1) * E);
+            for (int q = 0; q < QUERIES; ++q) sums[q][j] = key.times(queries[q]);
+        }
+        for (int q = 0; q < QUERIES; ++q) _mm_storeu_ps(scores[q] + t, sums_of(sums[q]) * scale);
     }
-    for (int t = length; t % W; ++t) scores[t] = -INFINITY;  // exp_of makes it 1e-38, next to a total of at least 1
-    floats totals = {};
-    for (int t = 0; t < length; t += W) {
-        const floats p = exp_of(load(scores + t) - largest);
-        store(scores + t, p);
-        totals += p;
+    for (int q = 0; q < QUERIES; ++q) {
+        float* own = scores[q];
+        const int length = lengths[q], whole = (length + W - 1) / W * W;
+        for (int t = length; t < whole; ++t) own[t] = -INFINITY;
+        floats largest = all(-INFINITY);
+        for (int t = 0; t < whole; t += W) largest = load(own + t) > largest ? load(own + t) : largest;
+        float most = largest[0];
+        for (int i = 1; i < W; ++i) most = std::max(most, largest[i]);
+        floats totals = {};
+        for (int t = 0; t < whole; t += W) {
+            store(own + t, exp_of(load(own + t) - most));
+            for (int i = std::max(t, length); i < t + W; ++i) own[i] = 0;  // exactly: a longer neighbour must not change the sums
+            totals += load(own + t);
+        }
+        for (int t = whole; t < longest; ++t) own[t] = 0;
+        parts[q].largest = most;
+        parts[q].total = sum_of(totals);
     }
-    floats sums[E / W] = {};
-    for (int t = 0; t < length; ++t)
-        for (int i = 0; i < E / W; ++i) sums[i] = scores[t] * widen(values + (size_t)t * E + W * i) + sums[i];
-    const float inverse = 1.0f / sum_of(totals);
-    for (int i = 0; i < E / W; ++i) narrow(sums[i] * inverse, out + W * i);
+    constexpr int SLICE = W == 16 && E % (4 * W) == 0 ? 2 : 1;  // times 2 W numbers of a head at a time
+    for (int first = 0; first < E; first += SLICE * 2 * W) {
+        Pairs sums[QUERIES][SLICE] = {};
+        for (int t = 0; t < longest; ++t)
+            for (int i = 0; i < SLICE; ++i) {
+                const Pairs value = widen_pairs(values + (size_t)t * E + first + 2 * W * i);
+                for (int q = 0; q < QUERIES; ++q) {
+                    sums[q][i].even = scores[q][t] * value.even + sums[q][i].even;
+                    sums[q][i].odd = scores[q][t] * value.odd + sums[q][i].odd;
+                }
+            }
+        for (int q = 0; q < QUERIES; ++q)
+            for (int i = 0; i < SLICE; ++i) {
+                store(parts[q].sums + first + 2 * W * i, sums[q][i].even);
+                store(parts[q].sums + first + 2 * W * i + W, sums[q][i].odd);
+            }
+    }
 }
 
-struct Workspace {
-    std::vector<float> hidden, query_key_value;
-    std::vector<Input> normed, queries, attended, activated, last;
-    std::vector<std::vector<float>> scores;
+template <int E>
+void attend_some(int num_queries, const Input* const* queries, const int* lengths, const bf16* keys, const bf16* values,
+                 float scale, Part* parts) {
+    switch (num_queries) {
+        case 1: attend<E, 1>(queries, lengths, keys, values, scale, parts); break;
+        case 2: attend<E, 2>(queries, lengths, keys, values, scale, parts); break;
+        case 3: attend<E, std::min(3, kQueries)>(queries, lengths, keys, values, scale, parts); break;
+        default: attend<E, kQueries>(queries, lengths, keys, values, scale, parts); break;
+    }
+}
+
+// The stretches of one query, in order, to its output.
+void put_together(const Part* parts, int num_parts, int E, Input* out) {
+    float largest = -INFINITY, total = 0;
+    for (int i = 0; i < num_parts; ++i) largest = std::max(largest, parts[i].largest);
+    alignas(64) float sums[kLargestHead] = {}, row[kLargestHead];
+    for (int i = 0; i < num_parts; ++i) {
+        const float share = exp_of(all(parts[i].largest - largest))[0];
+        total += share * parts[i].total;
+        for (int e = 0; e < E; e += W) store(sums + e, share * load(parts[i].sums + e) + load(sums + e));
+    }
+    const float inverse = 1.0f / total;
+    for (int e = 0; e < E; ++e) row[e] = inverse * sums[e / (2 * W) * 2 * W + e % 2 * W + e % (2 * W) / 2];
+    narrow_row(row, E, out);
+}
+
+// Neighbouring rows of one slot, at consecutive positions. Each key-value group and stretch of theirs is an item of work.
+struct Tile {
+    int first_row, num_rows, num_stretches, first_item;
 };
+
+struct Workspace {
+    std::vector<float> hidden, query_key_value, part_sums;
+    std::vector<Input> normed, queries, attended, activated, last;
+    std::vector<Tile> tiles;
+    std::vector<Part> parts;  // [N, H, stretches]
+};
+
+// Returns the number of items.
+int make_tiles(int num_rows, const int* positions, const int* slots, int num_groups, std::vector<Tile>& tiles) {
+    tiles.clear();
+    int num_items = 0;
+    for (int n = 0; n < num_rows; ++n) {
+        const bool goes_on = n > 0 && slots[n] == slots[n - 1] && positions[n] == positions[n - 1] + 1;
+        if (!goes_on || tiles.back().num_rows == kTileRows) tiles.push_back({n, 0, 0, 0});
+        ++tiles.back().num_rows;
+        tiles.back().num_stretches = positions[n] / kStretch + 1;
+    }
+    for (Tile& tile : tiles) {
+        tile.first_item = num_items;
+        num_items += num_groups * tile.num_stretches;
+    }
+    return num_items;
+}
+
+// The queries of one key-value group over one stretch; a tile of a single one is finished at once.
+template <int E>
+void attend_tile(const Tile& tile, int group, int stretch, const Model& model, const Layer& layer, const int* positions, int slot,
+                 const Input* queries, Part* parts, int max_stretches, Input* attended) {
+    const int H = model.num_heads, G = model.num_kv_heads, first = stretch * kStretch;
+    const size_t at = (((size_t)slot * G + group) * model.max_length + first) * E;
+    const Input* some[kQueries];
+    int lengths[kQueries], places[kQueries], count = 0;
+    auto flush = [&] {
+        Part own[kQueries];
+        for (int q = 0; q < count; ++q) own[q] = parts[(size_t)places[q] * max_stretches + stretch];
+        attend_some<E>(count, some, lengths, layer.keys + at, layer.values + at, 1.0f / std::sqrt((float)E), own);
+        for (int q = 0; q < count; ++q) {
+            parts[(size_t)places[q] * max_stretches + stretch] = own[q];
+            if (tile.num_stretches == 1) put_together(own + q, 1, E, attended + (size_t)places[q] * E);
+        }
+        count = 0;
+    };
+    for (int n = tile.first_row; n < tile.first_row + tile.num_rows; ++n)
+        for (int head = group * (H / G); head < (group + 1) * (H / G); ++head) {
+            const int length = std::min(positions[n] + 1 - first, kStretch);
+            if (length <= 0) continue;
+            places[count] = n * H + head;
+            some[count] = queries + (size_t)places[count] * E;
+            lengths[count] = length;
+            if (++count == kQueries) flush();
+        }
+    if (count > 0) flush();
+}
 
 }  // namespace
 
@@ -432,12 +589,16 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
     grow(work.attended, (size_t)N * X);
     grow(work.activated, (size_t)N * F);
     grow(work.last, (size_t)std::max(1, num_logits) * D);
-    if ((int)work.scores.size() < num_threads) work.scores.resize(num_threads);
-    for (auto& one : work.scores) grow(one, model.max_length + 16);
+    const int num_items = make_tiles(N, positions, slots, G, work.tiles);
+    int max_stretches = 1;
+    for (const Tile& tile : work.tiles) max_stretches = std::max(max_stretches, tile.num_stretches);
+    const size_t num_parts = (size_t)N * H * max_stretches;
+    grow(work.part_sums, num_parts * E);
+    grow(work.parts, num_parts);
+    for (size_t i = 0; i < num_parts; ++i) work.parts[i].sums = work.part_sums.data() + i * E;
     float* hidden = work.hidden.data();
     float* qkv = work.query_key_value.data();
     Input *normed = work.normed.data(), *queries = work.queries.data(), *attended = work.attended.data();
-    const float scale = 1.0f / std::sqrt((float)E);
 
 #pragma omp parallel num_threads(num_threads)
     {
@@ -463,7 +624,7 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
                 const size_t at = (((size_t)slots[n] * G + g) * model.max_length + positions[n]) * E;
                 if (head < H) {
                     prepare_head(x, layer.query_norm, model, positions[n]);
-                    narrow_row(x, E, queries + (size_t)n * X + (size_t)head * E);
+                    store_query(x, E, queries + (size_t)n * X + (size_t)head * E);
                 } else if (head < H + G) {
                     prepare_head(x, layer.key_norm, model, positions[n]);
                     narrow_row(x, E, layer.keys + at);
@@ -472,20 +633,29 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
                 }
             }
 #pragma omp barrier
-            const Share pairs(N * H, thread, threads);
-            for (int item = pairs.begin; item < pairs.end; ++item) {
-                const int n = item / H, head = item % H;
-                const size_t slot = ((size_t)slots[n] * G + head / (H / G)) * model.max_length * E;
-                const size_t at = (size_t)n * X + (size_t)head * E;
-                float* scores = work.scores[thread].data();
-                const bf16 *keys = layer.keys + slot, *values = layer.values + slot;
-                const int length = positions[n] + 1;
+            const Share items(num_items, thread, threads);
+            const Tile* tile = work.tiles.data();
+            for (int item = items.begin; item < items.end; ++item) {
+                while (item >= tile->first_item + G * tile->num_stretches) ++tile;
+                const int group = (item - tile->first_item) / tile->num_stretches;
+                const int stretch = (item - tile->first_item) % tile->num_stretches;
+                auto run = [&](auto attend_this) {
+                    attend_this(*tile, group, stretch, model, layer, positions, slots[tile->first_row], queries,
+                                work.parts.data(), max_stretches, attended);
+                };
                 switch (E) {
-                    case 32: attend<32>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 64: attend<64>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 96: attend<96>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    default: attend<128>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    case 32: run(attend_tile<32>); break;
+                    case 64: run(attend_tile<64>); break;
+                    case 96: run(attend_tile<96>); break;
+                    default: run(attend_tile<128>); break;
                 }
+            }
+            if (max_stretches > 1) {
+#pragma omp barrier
+                for (int n = rows.begin; n < rows.end; ++n)
+                    for (int at = n * H; at < (n + 1) * H && positions[n] >= kStretch; ++at)
+                        put_together(work.parts.data() + (size_t)at * max_stretches, positions[n] / kStretch + 1, E,
+                                     attended + (size_t)at * E);
             }
 #pragma omp barrier
             auto add = [&](int n, int output, floats sum) {
