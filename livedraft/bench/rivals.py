@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ class Vllm:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise UserError("vLLM ended without an answer; what it said is in the log file named above.")
+            raise UserError("vLLM ended without an answer.")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -189,7 +189,8 @@ class Vllm:
 @contextmanager
 def vllm_engine(python: Path, log: Path, eos_token_ids: Sequence[int], **settings: Any) -> Iterator[Vllm]:
     """Started and ready; its output goes to `log`. Raises UserError when it does not come up."""
-    with log.open("w", encoding="utf-8") as errors:
+    with ExitStack() as stack:
+        errors = stack.enter_context(log.open("w", encoding="utf-8"))
         try:
             process = subprocess.Popen(
                 [str(python), "-u", vllm_side.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
@@ -199,15 +200,13 @@ def vllm_engine(python: Path, log: Path, eos_token_ids: Sequence[int], **setting
             raise UserError(
                 f"{python} cannot be run ({error.strerror}); give vLLM's interpreter with --vllm-python."
             ) from error
+        stack.enter_context(process)  # closes the pipes and waits
+        stack.callback(process.terminate)
+        engine = Vllm(process, eos_token_ids)
         try:
-            engine = Vllm(process, eos_token_ids)
-            try:
-                ready = engine.ask(settings)
-            except UserError as error:
-                lines = log.read_text(encoding="utf-8").strip().splitlines()
-                raise UserError(f"vLLM did not start: {lines[-1] if lines else 'it said nothing'}") from error
-            engine.version, engine.device = ready["version"], ready["device"]
-            yield engine
-        finally:
-            process.terminate()
-            process.wait()
+            ready = engine.ask(settings)
+        except UserError as error:
+            lines = log.read_text(encoding="utf-8").strip().splitlines()
+            raise UserError(f"vLLM did not start: {lines[-1] if lines else 'it said nothing'}") from error
+        engine.version, engine.device = ready["version"], ready["device"]
+        yield engine

@@ -507,7 +507,7 @@ int make_tiles(int num_rows, const int* positions, const int* slots, int num_gro
     return num_items;
 }
 
-// The queries of one key-value group over one stretch; a tile of a single one is finished at once.
+// The queries of one key-value group over one stretch; those that have no other are finished at once.
 template <int E>
 void attend_tile(const Tile& tile, int group, int stretch, const Model& model, const Layer& layer, const int* positions, int slot,
                  const Input* queries, Part* parts, int max_stretches, Input* attended) {
@@ -521,7 +521,7 @@ void attend_tile(const Tile& tile, int group, int stretch, const Model& model, c
         attend_some<E>(count, some, lengths, layer.keys + at, layer.values + at, 1.0f / std::sqrt((float)E), own);
         for (int q = 0; q < count; ++q) {
             parts[(size_t)places[q] * max_stretches + stretch] = own[q];
-            if (tile.num_stretches == 1) put_together(own + q, 1, E, attended + (size_t)places[q] * E);
+            if (positions[places[q] / H] < kStretch) put_together(own + q, 1, E, attended + (size_t)places[q] * E);
         }
         count = 0;
     };
