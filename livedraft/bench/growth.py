@@ -42,7 +42,7 @@ def run(*, model: str, dtype: str, quantization: str, threads: int | None, plot:
     longest = min(max(_CONTEXTS), opened.max_positions)
     contexts = [context for context in _CONTEXTS if context <= longest] or [longest]
     runtime = opened.runtime(num_slots=max(_BATCHES), max_length=longest)
-    weight_bytes = opened.num_parameters * (1 if opened.path.is_int8 else opened.path.dtype.itemsize)
+    weight_bytes = opened.num_weight_bytes
     position_bytes = opened.kv_bytes_per_position(0)
     ms = {"by_context": _by_context(runtime, contexts)}
     read = {"by_context": {str(context): weight_bytes + context * position_bytes for context in contexts}}

@@ -40,7 +40,7 @@ def run(*, model: str, dtype: str, threads: int | None, as_json: bool) -> None:
         "read_gb_per_second": round(_read_rate() / 1e9, 1),
         "product_gflops_per_second": round(_product_rate(base.dtype) / 1e9),
         "compiled_step": unavailable_reason() or "yes",
-        "paths": {name: _path(model, path) for name, path in _paths(base, dtype).items()},
+        "paths": {name: _path(model, path) for name, path in _paths(base, dtype, model).items()},
     }
     result |= _engine(model, dtype, threads)
     fastest = result["paths"][next(name for name in ("compiled", "onednn", "torch") if name in result["paths"])]
@@ -56,13 +56,15 @@ def run(*, model: str, dtype: str, threads: int | None, as_json: bool) -> None:
         _print(result)
 
 
-def _paths(base: ExecutionPath, dtype: str) -> dict[str, ExecutionPath]:
+def _paths(base: ExecutionPath, dtype: str, model: str) -> dict[str, ExecutionPath]:
     paths = {"torch": replace(base, is_prepacked=False)}
     if base.is_prepacked:
         paths["onednn"] = base
     compiled = with_kernels(base, dtype)
     if compiled.is_compiled:
         paths |= {"compiled": compiled, "compiled int8": replace(compiled, is_int8=True)}
+        if resolve_model(model).suffix == ".gguf":
+            paths["compiled int4"] = replace(compiled, is_int4=True)
     return paths
 
 
@@ -93,11 +95,10 @@ def _product_rate(dtype: torch.dtype) -> float:
 def _path(model: str, path: ExecutionPath) -> dict[str, Any]:
     opened = open_model(resolve_model(model), path)
     costs = Runner(opened.runtime(num_slots=1, max_length=256)).measure_costs(None, num_repeats=9)
-    size = 1 if path.is_int8 else path.dtype.itemsize
     return {
         "ms": {str(rows): round(1000 * costs.target_seconds(rows), 2) for rows in _ROWS},
         "V": {str(rows): round(costs.verify_cost(rows), 2) for rows in _ROWS},
-        "bytes": opened.num_parameters * size,
+        "bytes": opened.num_weight_bytes,
     }
 
 

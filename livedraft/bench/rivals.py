@@ -42,7 +42,7 @@ class Transformers:
 
     def __init__(self, llm: LLM, model: str) -> None:
         self.dtype = fitted(llm.path, None).dtype
-        plain = replace(llm.path, is_compiled=False, is_prepacked=False, is_int8=False)
+        plain = replace(llm.path, is_compiled=False, is_prepacked=False, is_int8=False, is_int4=False)
         opened = open_model(resolve_model(model), plain)
         self._model = opened.hf_model
         if opened.native is not None:

@@ -7,7 +7,8 @@
 // over the inputs in order. So verification of k drafted tokens gives bit for bit what plain decoding gives.
 //
 // Weights are bf16, or int8 with one scale an output (half the bytes to read). They lie in super-blocks of four vectors of outputs,
-// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Activations are float32;
+// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Or they stay as a GGUF file
+// stores them, in blocks of 32 inputs with a scale (and an offset) each, see `Block`. Activations are float32;
 // where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a product, elsewhere (AVX512,
 // AVX2) weights are widened in registers, which is a shift.
 //
@@ -29,10 +30,11 @@ extern "C" {
 
 struct Matrix {
     const void* blocks;
-    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16
+    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16, or as `block_bits` says
     const float* bias;    // [outputs padded to 64], or null
     int num_outputs;
     int num_inputs;
+    int block_bits;       // 4 or 8: a GGUF file's blocks; 0: none of them
 };
 
 struct Layer {
@@ -231,6 +233,118 @@ void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int s
     }
 }
 
+// A GGUF file's block of 32 inputs, for a super-block of outputs: value = scale * level + offset. [scale of each output][offset of each,
+// where levels have 4 bits] as float16, then [word][output], a word holding 32 / BITS neighbouring inputs of an output, the first lowest.
+template <int BITS>
+struct Block {
+    static constexpr int kInputs = 32, kPerWord = 32 / BITS, kHeader = kSuper * (BITS == 4 ? 2 : 1);
+    static constexpr size_t kBytes = kSuper * 4 * BITS + 2 * kHeader;
+};
+
+#ifdef __AVX512F__
+constexpr int kBlockTile = 4;
+inline floats load_float16(const uint16_t* at) { return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+#else
+constexpr int kBlockTile = 2;
+inline floats load_float16(const uint16_t* at) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+#endif
+
+template <int BITS>
+inline floats levels_of(ints words, int i) {
+    if (BITS == 8) return __builtin_convertvector((words << (24 - 8 * i)) >> 24, floats);
+#ifdef __AVX512F__
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * i)), table);  // looks at the lowest four bits
+#else
+    return __builtin_convertvector((words >> (4 * i)) & 15, floats);
+#endif
+}
+
+// As `multiply` over blocks; `totals` are the sums of each 32 inputs of a row.
+template <int BITS, int ROWS, int VECTORS>
+inline void multiply_blocks(const char* block, int within, const float* x, const float* totals, int num_inputs,
+                            floats (*sums)[VECTORS]) {
+    using B = Block<BITS>;
+    floats own[ROWS][VECTORS] = {};
+    const int num_blocks = num_inputs / B::kInputs;
+    for (int b = 0; b < num_blocks; ++b, block += B::kBytes) {
+        floats inner[ROWS][VECTORS] = {};
+        for (int word = 0; word < BITS; ++word) {
+            ints words[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) {
+                const char* at = block + 2 * B::kHeader + 4 * (word * kSuper + within + W * v);
+                _mm_prefetch(at + kPrefetch, _MM_HINT_T0);
+                words[v] = load_as<ints>(at);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < B::kPerWord; ++i) {
+                floats levels[VECTORS];
+                for (int v = 0; v < VECTORS; ++v) levels[v] = levels_of<BITS>(words[v], i);
+                for (int m = 0; m < ROWS; ++m) {
+                    const floats in = all(x[(size_t)m * num_inputs + b * B::kInputs + word * B::kPerWord + i]);
+                    for (int v = 0; v < VECTORS; ++v) inner[m][v] = levels[v] * in + inner[m][v];
+                }
+            }
+        }
+        const uint16_t* scales = (const uint16_t*)block + within;
+        for (int v = 0; v < VECTORS; ++v) {
+            const floats scale = load_float16(scales + W * v);
+            for (int m = 0; m < ROWS; ++m) own[m][v] = scale * inner[m][v] + own[m][v];
+            if (BITS == 4) {
+                const floats offset = load_float16(scales + kSuper + W * v);
+                for (int m = 0; m < ROWS; ++m) own[m][v] = offset * all(totals[(size_t)m * num_blocks + b]) + own[m][v];
+            }
+        }
+    }
+    for (int m = 0; m < ROWS; ++m)
+        for (int v = 0; v < VECTORS; ++v) sums[m][v] = own[m][v];
+}
+
+// A pass's inputs as blocks want them, made by each thread for itself: float32, row after row, and the sums of each 32.
+struct BlockInputs {
+    std::vector<float> rows, totals;
+    void fill(const Input* x, int stride, int num_rows, int num_inputs) {
+        if (rows.size() < (size_t)num_rows * num_inputs) rows.resize((size_t)num_rows * num_inputs);
+        if (totals.size() < (size_t)num_rows * num_inputs / 32) totals.resize((size_t)num_rows * num_inputs / 32);
+        for (int m = 0; m < num_rows; ++m)
+            for (int b = 0; b < num_inputs / 32; ++b) {
+                floats total = {};
+                for (int i = 32 * b; i < 32 * (b + 1); i += W) {
+                    const floats some = load_input(x + (size_t)m * stride + i);
+                    store(rows.data() + (size_t)m * num_inputs + i, some);
+                    total += some;
+                }
+                totals[(size_t)m * (num_inputs / 32) + b] = sum_of(total);
+            }
+    }
+    static floats load_input(const float* at) { return load(at); }
+    static floats load_input(const bf16* at) { return widen(at); }
+};
+
+thread_local BlockInputs block_inputs;
+
+template <int VECTORS, int BITS, class Write>
+void multiply_block_rows(const Matrix& matrix, int first_output, int num_rows, const Write& write) {
+    const int I = matrix.num_inputs;
+    const size_t super_bytes = (size_t)(I / 32) * Block<BITS>::kBytes;
+    const int within = first_output % kSuper;  // words and scales of later outputs lie this much further on
+    const char* block = (const char*)matrix.blocks + (size_t)(first_output / kSuper) * super_bytes;
+    for (int row = 0; row < num_rows;) {
+        const int rows = std::min(num_rows - row, kBlockTile);
+        floats sums[kBlockTile][VECTORS];
+        const float* x = block_inputs.rows.data() + (size_t)row * I;
+        const float* totals = block_inputs.totals.data() + (size_t)row * (I / 32);
+        switch (rows) {
+            case 1: multiply_blocks<BITS, 1, VECTORS>(block, within, x, totals, I, sums); break;
+            case 2: multiply_blocks<BITS, 2, VECTORS>(block, within, x, totals, I, sums); break;
+            case 3: multiply_blocks<BITS, std::min(3, kBlockTile), VECTORS>(block, within, x, totals, I, sums); break;
+            default: multiply_blocks<BITS, kBlockTile, VECTORS>(block, within, x, totals, I, sums); break;
+        }
+        for (int m = 0; m < rows; ++m) write(row + m, first_output, sums[m]);
+        row += rows;
+    }
+}
+
 // This thread's share of some units: vectors of outputs, super-blocks, heads or rows.
 struct Share {
     int begin, end;
@@ -239,8 +353,22 @@ struct Share {
           end((int)((long long)num_units * (thread + 1) / num_threads)) {}
 };
 
-template <class Weight, class Write>
-void linear_of(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+// write(row, first output, vectors of sums), by the kind of the weights. Inputs of blocks must be in `block_inputs`.
+template <int VECTORS, class Write>
+void multiply_any(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
+    if (matrix.block_bits == 4)
+        multiply_block_rows<VECTORS, 4>(matrix, first_output, num_rows, write);
+    else if (matrix.block_bits == 8)
+        multiply_block_rows<VECTORS, 8>(matrix, first_output, num_rows, write);
+    else if (matrix.scales)
+        multiply_rows<VECTORS, int8_t>(matrix, first_output, x, stride, num_rows, write);
+    else
+        multiply_rows<VECTORS, bf16>(matrix, first_output, x, stride, num_rows, write);
+}
+
+template <class Write>
+void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
     const Share share((matrix.num_outputs + W - 1) / W, thread, num_threads);
     for (int unit = share.begin; unit < share.end;) {
         const int vectors = std::min(4 - unit % 4, share.end - unit);
@@ -254,27 +382,20 @@ void linear_of(const Matrix& matrix, const Input* x, int stride, int num_rows, i
             }
         };
         switch (vectors) {
-            case 1: multiply_rows<1, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            case 2: multiply_rows<2, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            case 3: multiply_rows<3, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            default: multiply_rows<4, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 1: multiply_any<1>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 2: multiply_any<2>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 3: multiply_any<3>(matrix, W * unit, x, stride, num_rows, each); break;
+            default: multiply_any<4>(matrix, W * unit, x, stride, num_rows, each); break;
         }
         unit += vectors;
     }
-}
-
-template <class Write>
-void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
-    if (matrix.scales)
-        linear_of<int8_t>(matrix, x, stride, num_rows, thread, num_threads, write);
-    else
-        linear_of<bf16>(matrix, x, stride, num_rows, thread, num_threads, write);
 }
 
 // silu(gate) * up, 2 W of each in a super-block.
 void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows, Input* out, int out_stride, int thread,
                   int num_threads) {
     const Share share(matrix.num_outputs / kSuper, thread, num_threads);
+    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
     for (int super = share.begin; super < share.end; ++super) {
         auto write = [&](int row, int, floats* sums) {
             for (int v = 0; v < 4 && matrix.scales; ++v) sums[v] *= load(matrix.scales + super * kSuper + W * v);
@@ -284,10 +405,7 @@ void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows
                 narrow(gate / (1.0f + decay) * sums[v + 2], out + (size_t)row * out_stride + super * 2 * W + W * v);
             }
         };
-        if (matrix.scales)
-            multiply_rows<4, int8_t>(matrix, super * kSuper, x, stride, num_rows, write);
-        else
-            multiply_rows<4, bf16>(matrix, super * kSuper, x, stride, num_rows, write);
+        multiply_any<4>(matrix, super * kSuper, x, stride, num_rows, write);
     }
 }
 
@@ -564,6 +682,36 @@ void livedraft_pack_bf16(const bf16* weights, const int* order, int num_outputs,
 void livedraft_pack_int8(const int8_t* weights, const int* order, int num_outputs, int num_inputs, int8_t* blocks,
                          int num_threads) {
     pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
+}
+
+// Levels [outputs, inputs] with float16 scales and offsets [outputs, inputs / 32], offsets of 4 bits only.
+void livedraft_pack_blocks(const int8_t* levels, const uint16_t* scales, const uint16_t* offsets, const int* order, int num_outputs,
+                           int num_inputs, int bits, char* blocks, int num_threads) {
+    const int num_blocks = num_inputs / 32, per_word = 32 / bits, header = kSuper * (bits == 4 ? 2 : 1);
+    const size_t bytes = (size_t)kSuper * 4 * bits + 2 * header;
+#pragma omp parallel for num_threads(num_threads)
+    for (int output = 0; output < num_outputs; ++output) {
+        const int lane = output % kSuper, row = order[output];
+        for (int b = 0; b < num_blocks; ++b) {
+            char* block = blocks + ((size_t)(output / kSuper) * num_blocks + b) * bytes;
+            ((uint16_t*)block)[lane] = scales[(size_t)row * num_blocks + b];
+            if (bits == 4) ((uint16_t*)block)[kSuper + lane] = offsets[(size_t)row * num_blocks + b];
+            for (int word = 0; word < bits; ++word) {
+                uint32_t packed = 0;
+                for (int i = 0; i < per_word; ++i) {
+                    const uint32_t level = (uint8_t)levels[(size_t)row * num_inputs + 32 * b + word * per_word + i];
+                    packed |= (level & ((1u << bits) - 1)) << (bits * i);
+                }
+                ((uint32_t*)(block + 2 * header))[word * kSuper + lane] = packed;
+            }
+        }
+    }
+}
+
+// Bytes of packed blocks for so many outputs, padded to whole super-blocks.
+int64_t livedraft_block_bytes(int num_outputs, int num_inputs, int bits) {
+    const int64_t bytes = bits == 4 ? Block<4>::kBytes : Block<8>::kBytes;
+    return (int64_t)((num_outputs + kSuper - 1) / kSuper) * (num_inputs / 32) * bytes;
 }
 
 int livedraft_super_block() { return kSuper; }
