@@ -207,7 +207,7 @@ def test_growth_is_measured_and_judged(model_folder, tmp_path):
     assert set(result["ms_a_pass"]["by_batch_at_128"]) == {"1", "2", "4", "8", "16", "32"}
     assert set(result["growth"]) == set(result["ms_a_pass"])
     assert all(size.isdigit() and ms > 0 for size, ms in result["ms_a_pass"]["by_context"].items())
-    assert result["prefill_tokens_per_second"] > 0
+    assert result["prompt_tokens_per_second"] > 0
     assert "requests" in plot.read_text()
 
 
