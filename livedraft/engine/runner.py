@@ -22,6 +22,7 @@ _COST_POSITION = 64
 """Context length at which passes are timed."""
 _COST_REQUESTS = (1, 2, 4, 8, 16)
 _NUM_DRAFT_STEPS = 3
+_LONG_SECONDS = 0.04
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
 
@@ -91,7 +92,7 @@ class Runner:
             # A target pass evicts the draft's weights from the caches, as in a real round.
             before = (lambda: None) if is_draft_isolated else _pass(self.target, 1, start)
             draft_seconds = {
-                batch: _median_seconds(_draft_steps(draft, batch), 3 * num_repeats, before) / _NUM_DRAFT_STEPS
+                batch: _median_seconds(_draft_steps(draft, batch), 2 * num_repeats, before) / _NUM_DRAFT_STEPS
                 for batch in batches
             }
             written = min(max(_COST_ROWS), draft.max_length)
@@ -151,12 +152,17 @@ def _write_prompts(model: ModelStep, num_slots: int, length: int) -> None:
 
 
 def _median_seconds(run: Callable[[], object], num_repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Of a run after one that is not counted. Long runs are repeated less: noise weighs less on them, and a start waits."""
+
     def finished(work: Callable[[], object]) -> None:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # or launches would be timed, not passes
 
+    started = time.perf_counter()
     finished(run)
+    if time.perf_counter() - started > _LONG_SECONDS:
+        num_repeats = -(-num_repeats // 3)
     seconds = []
     for _ in range(num_repeats):
         finished(before)

@@ -37,8 +37,9 @@ class Blocks:
 
     def values(self) -> torch.Tensor:
         """[O, I] in float32."""
-        levels_OBJ = self.levels_OI.float().unflatten(1, (-1, NUM_INPUTS))
-        return (levels_OBJ * self.scales_OB.float()[..., None] + self.offsets_OB.float()[..., None]).flatten(1)
+        values_OBJ = self.levels_OI.float().unflatten(1, (-1, NUM_INPUTS))
+        values_OBJ *= self.scales_OB.float()[..., None]
+        return (values_OBJ if self.num_bits == 8 else values_OBJ.add_(self.offsets_OB.float()[..., None])).flatten(1)
 
 
 def joined(parts: Sequence[Blocks]) -> Blocks:
@@ -64,12 +65,12 @@ def blocks_of(entry: Any) -> Blocks | None:
         levels_OBJ, offsets_OB = data_OBY[..., 2:].view(np.int8), torch.zeros_like(scales_OB)
     else:
         pairs_OBJ = data_OBY[..., num_bytes - NUM_INPUTS // 2 :]  # the first half of the inputs, then the second
-        levels_OBJ = np.concatenate([pairs_OBJ & 15, pairs_OBJ >> 4], axis=-1).astype(np.int8)
+        levels_OBJ = np.concatenate([pairs_OBJ & 15, pairs_OBJ >> 4], axis=-1).view(np.int8)
         is_offset_stored = kind == "Q4_1"
         offsets_OB = torch.from_numpy(numbers_OBH[..., 1].copy()) if is_offset_stored else -8 * scales_OB
     return Blocks(
         num_bits=8 if kind == "Q8_0" else 4,
-        levels_OI=torch.from_numpy(levels_OBJ.reshape(data_OBY.shape[0], -1).copy()),
+        levels_OI=torch.from_numpy(np.ascontiguousarray(levels_OBJ).reshape(data_OBY.shape[0], -1)),
         scales_OB=scales_OB,
         offsets_OB=offsets_OB,
     )

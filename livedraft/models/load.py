@@ -230,8 +230,9 @@ def _stored_blocks(path: Path, config: ModelConfig) -> dict[str, Blocks]:
 def _dequantised(entry: Any, num_interleaved_heads: int) -> torch.Tensor:
     from gguf import dequantize
 
+    blocks = blocks_of(entry)  # the same numbers as the library's, which takes seconds for them
     try:
-        tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
+        tensor = blocks.values() if blocks else torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
     except NotImplementedError as error:
         raise UserError(
             f"Tensor {entry.name} is stored as {entry.tensor_type.name}, which cannot be read here."

@@ -191,9 +191,10 @@ inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, 
 }
 #endif
 
-// Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order.
+// Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order. Not inlined: compiling it once for each
+// use took most of a first start.
 template <int ROWS, int VECTORS, class Weight>
-inline void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
+[[gnu::noinline]] void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
     floats own[ROWS][VECTORS] = {};
     for (int pair = 0; pair < num_inputs / 2; ++pair, block += 2 * kSuper) {
         WeightPairs w[VECTORS];
@@ -262,7 +263,7 @@ inline floats levels_of(ints words, int i) {
 
 // As `multiply` over blocks; `totals` are the sums of each 32 inputs of a row.
 template <int BITS, int ROWS, int VECTORS>
-inline void multiply_blocks(const char* block, int within, const float* x, const float* totals, int num_inputs,
+[[gnu::noinline]] void multiply_blocks(const char* block, int within, const float* x, const float* totals, int num_inputs,
                             floats (*sums)[VECTORS]) {
     using B = Block<BITS>;
     floats own[ROWS][VECTORS] = {};
