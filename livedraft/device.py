@@ -20,6 +20,8 @@ class ExecutionPath:
     """A whole pass is one compiled function (`models/native.py`), for the models whose shape it knows."""
     is_int8: bool = False
     """With the compiled step: weights are int8 with a scale an output."""
+    is_int4: bool = False
+    """With the compiled step: weights stay in the blocks of 4 and 8 bits that a GGUF file stores them in."""
     torch_dtype: torch.dtype | None = None
     """What a model that the compiled step does not know runs in, where that is another dtype."""
 
@@ -27,7 +29,7 @@ class ExecutionPath:
     def description(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         packed = ", compiled step" if self.is_compiled else ", oneDNN-prepacked weights" if self.is_prepacked else ""
-        packed += ", int8 weights" if self.is_int8 else ""
+        packed += ", int8 weights" if self.is_int8 else ", the file's own 4-bit weights" if self.is_int4 else ""
         return f"{self.device.type}, {kind}{packed}, {torch.get_num_threads()} thread(s)"
 
 

@@ -75,7 +75,8 @@ def export_draft(registry: Registry | None, version_id: str, target: Path, folde
     card = _card(version, measured, exported, target)
     try:
         if format == "hf":
-            _write_hf(exported, tokenizer, folder, card)
+            write_hf(exported.config, exported.tensors, tokenizer, folder)
+            (folder / "README.md").write_text(card, encoding="utf-8")
         else:
             _write_gguf(exported, target, folder)
     except OSError as error:
@@ -202,14 +203,14 @@ A draft model for speculative decoding, exported by livedraft on {time.strftime(
 """
 
 
-def _write_hf(exported: Exported, tokenizer: Tokenizer, folder: Path, card: str) -> None:
+def write_hf(config: ModelConfig, tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, folder: Path) -> None:
+    """A model in bf16 as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(exported.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(
-        json.dumps(hf_config(exported.config) | {"dtype": "bfloat16"}, indent=2), encoding="utf-8"
+        json.dumps(hf_config(config) | {"dtype": "bfloat16"}, indent=2), encoding="utf-8"
     )
     tokenizer.hf_tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 _GGUF_LAYER_NAMES = {

@@ -81,7 +81,7 @@ class LLM:
 
     model: a pulled name, a Hugging Face folder or a GGUF file. draft: "auto" (the version in service in `state`, else an
     untrained one), "none" (plain decoding), "untrained", a version id, a folder with draft.safetensors, or a whole small model
-    with the target's tokenizer. quantization: "none" or "int8", of the target's weights. state: the folder of drafts and
+    with the target's tokenizer. quantization: "none", "int8" or "int4", as in ModelSettings. state: the folder of drafts and
     traces; without one nothing is kept. learn: train on what is served (needs `state`). Raises UserError or ValueError with
     one sentence when something does not fit.
 
@@ -147,9 +147,9 @@ class LLM:
         opened = open_model(model_path, path)
         self.path = opened.path
         self.target_fingerprint = opened.fingerprint + ("-int8" if self.path.is_int8 else "")
-        if path.is_int8 and not self.path.is_int8:
+        if (path.is_int8 or path.is_int4) and not self.path.is_compiled:
             raise UserError(
-                "quantization int8 is for models the compiled step knows, and this one has another shape or family."
+                "quantization is for models the compiled step knows, and this one has another shape or family."
             )
         self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)

@@ -36,24 +36,38 @@ class Timing:
         """Median over rounds."""
         return median(self.speeds())
 
-    def pair_ratios(self, baseline: Timing) -> list[float]:
-        """This contender's tokens a second over the baseline's, for each (round, prompt): alternating pairs."""
+    def answer_speeds(self) -> list[float]:
+        """Tokens a second of each (round, prompt)."""
         return [
-            (n / s) / (base_n / base_s)
-            for tokens, seconds, base_tokens, base_seconds in zip(
-                self.num_tokens, self.seconds, baseline.num_tokens, baseline.seconds, strict=True
-            )
-            for n, s, base_n, base_s in zip(tokens, seconds, base_tokens, base_seconds, strict=True)
+            n / s
+            for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)
+            for n, s in zip(tokens, seconds, strict=True)
         ]
 
+    def pair_ratios(self, baseline: Timing) -> list[float]:
+        """This contender's tokens a second over the baseline's, for each (round, prompt): alternating pairs."""
+        return [own / base for own, base in zip(self.answer_speeds(), baseline.answer_speeds(), strict=True)]
 
-def median_with_lower_bound(
-    ratios: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
+
+def median_with_lower_bound(ratios: Sequence[float]) -> tuple[float, float]:
     """The median and its lower 95 % bound by bootstrap over the pairs."""
-    values = np.asarray(ratios)
+    return float(np.median(ratios)), float(np.quantile(_bootstrapped(ratios), 0.05))
+
+
+def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and its 95 % interval by bootstrap over the answers."""
+    low, high = np.quantile(_bootstrapped(values), [0.025, 0.975])
+    return float(np.median(values)), float(low), float(high)
+
+
+def _bootstrapped(values: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0) -> np.ndarray:
     picks = np.random.default_rng(seed).integers(0, len(values), size=(num_resamples, len(values)))
-    return float(np.median(values)), float(np.quantile(np.median(values[picks], axis=1), 0.05))
+    return np.median(np.asarray(values)[picks], axis=1)
+
+
+def joined(answer: Callable[[Prompt], Sequence[list[int]]]) -> Callable[[Prompt], list[int]]:
+    """Of several prompts answered together: all their tokens, one after another."""
+    return lambda group: [token for output in answer(group) for token in output]
 
 
 def mean_with_bounds(values: Sequence[float], seed: int = 0, *, num_resamples: int = 4000) -> dict[str, float]:
@@ -70,8 +84,12 @@ def alternate(
     *,
     num_rounds: int,
     report: Callable[[str, int, int], None] = lambda _text, _num_done, _num_all: None,
+    name: str = "prompts",
+    rest_seconds: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time `contenders` (prompt -> output token ids) over all prompts, `num_rounds` times."""
+    """Time `contenders` (prompt -> output token ids) over all prompts, `num_rounds` times. `name` is what
+    is reported of; `rest_seconds` before each answer:
+    other engines' threads still spin for a while after their own."""
     names = list(contenders)
     timings = {name: Timing(outputs=[[] for _ in prompts]) for name in names}
     for round_number in range(num_rounds):
@@ -80,11 +98,12 @@ def alternate(
             timing.num_tokens.append([])
         for index, prompt in enumerate(prompts):
             first = (round_number + index) % len(names)
-            for name in names[first:] + names[:first]:
+            for contender in names[first:] + names[:first]:
+                time.sleep(rest_seconds)
                 started = time.perf_counter()
-                output = contenders[name](prompt)
-                timings[name].seconds[-1].append(time.perf_counter() - started)
-                timings[name].num_tokens[-1].append(len(output))
-                timings[name].outputs[index] = output
-            report("prompts", round_number * len(prompts) + index + 1, num_rounds * len(prompts))
+                output = contenders[contender](prompt)
+                timings[contender].seconds[-1].append(time.perf_counter() - started)
+                timings[contender].num_tokens[-1].append(len(output))
+                timings[contender].outputs[index] = output
+            report(name, round_number * len(prompts) + index + 1, num_rounds * len(prompts))
     return timings

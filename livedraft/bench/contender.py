@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.llm import LLM
 from livedraft.records import SamplingParams
+from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
 
 
-class Contender:
-    """Answers one tokenised prompt at a time, nothing stored, and counts its own speculation."""
+@dataclass(kw_only=True)
+class Decoding:
+    """One answer past its first token, so without its prompt."""
 
-    def __init__(self, llm: LLM, version: str | None, sampling: SamplingParams, *, uses_suffixes: bool = False) -> None:
-        """`version` as `LLM.resident_draft` takes it; None decodes without a draft. What a draft is worth is measured without
-        suffixes, unless they are asked for."""
-        draft = llm.resident_draft(version) if version else None
+    seconds: float = 0.0
+    num_tokens: int = 0
+    drafted_by_round: list[int] = field(default_factory=list)
+    """Drafted tokens of each round."""
+
+
+class Contender:
+    """Answers tokenised prompts, nothing stored, and counts its own speculation."""
+
+    def __init__(
+        self, llm: LLM, draft: str | DraftModel | None, sampling: SamplingParams, *, uses_suffixes: bool = False
+    ) -> None:
+        """`draft`: None decodes without one; a version is looked for as `LLM.resident_draft` does. What a draft is worth is
+        measured without suffixes, unless they are asked for."""
+        if isinstance(draft, str):
+            draft = llm.resident_draft(draft)
         self._llm, self._sampling = llm, sampling
         self._drafting = llm.engine.new_drafting(draft, llm.prior_of(draft), uses_suffixes=uses_suffixes)
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self.stats = SpeculationStats()
+        self.decodings: list[Decoding] = []
+        """One for each prompt answered alone."""
+
+    @property
+    def draft(self) -> DraftModel | None:
+        return self._drafting.service.draft if self._drafting.service else None
+
+    def forget_counts(self) -> None:
+        """What was answered so far was warming up; what was learnt of the draft stays."""
+        self.stats, self.decodings = SpeculationStats(), []
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -26,11 +54,38 @@ class Contender:
         return self._drafting.service.lengths.best(1) if self._drafting.service else 0
 
     def __call__(self, prompt: list[int]) -> list[int]:
+        return self.together([prompt])[0]
+
+    def together(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Answers to prompts that are served at once."""
         engine = self._llm.engine
         before = engine.drafting, engine.stats, engine.prefixes
         engine.drafting, engine.stats = self._drafting, self.stats
         engine.prefixes = self._no_reuse
         try:
-            return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+            return self._answers(prompts)
         finally:
             engine.drafting, engine.stats, engine.prefixes = before
+
+    def _answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        states = self._llm.add([self._llm.request(prompt, self._sampling, store=False) for prompt in prompts])
+        first, decoding = states[0], Decoding()
+        started, seen = 0.0, (0, 0)
+
+        def note() -> None:
+            nonlocal started, seen
+            tokens, drafted = first.num_output_tokens, first.stats.num_draft_tokens
+            if started:
+                decoding.seconds = time.perf_counter() - started
+                decoding.num_tokens += tokens - seen[0]
+                decoding.drafted_by_round.append(drafted - seen[1])
+            elif tokens:
+                started = time.perf_counter()
+            seen = tokens, drafted
+
+        if len(prompts) == 1:
+            self._llm.run(note)
+            self.decodings.append(decoding)
+        else:
+            self._llm.run()
+        return [self._llm.output(state).token_ids for state in states]

@@ -11,13 +11,12 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from livedraft.bench.outputs import check_outputs
+from livedraft.bench.machine import hardware, versions
 from livedraft.config import EngineConfig
 from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
 from livedraft.engine.runner import Runner
@@ -30,12 +29,10 @@ from livedraft.records import SamplingParams
 _READ_BYTES = 1 << 29
 _PRODUCT = (512, 2048, 2048)
 _ROWS = (1, 2, 4, 6, 8, 16, 32, 64)
-_CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 _DECODED = 64
 
 
-def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_json: bool) -> None:
-    check_outputs(plot=plot)
+def run(*, model: str, dtype: str, threads: int | None, as_json: bool) -> None:
     use_threads(threads or num_available_cores())
     base = choose_execution_path(dtype, "auto")
     result: dict[str, Any] = {
@@ -43,7 +40,7 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         "read_gb_per_second": round(_read_rate() / 1e9, 1),
         "product_gflops_per_second": round(_product_rate(base.dtype) / 1e9),
         "compiled_step": unavailable_reason() or "yes",
-        "paths": {name: _path(model, path) for name, path in _paths(base, dtype).items()},
+        "paths": {name: _path(model, path) for name, path in _paths(base, dtype, model).items()},
     }
     result |= _engine(model, dtype, threads)
     fastest = result["paths"][next(name for name in ("compiled", "onednn", "torch") if name in result["paths"])]
@@ -51,25 +48,23 @@ def run(*, model: str, dtype: str, threads: int | None, plot: Path | None, as_js
         path["share_of_read_limit"] = round(
             path["bytes"] / 1e9 / result["read_gb_per_second"] / path["ms"]["1"] * 1000, 2
         )
-    result["cost_growth"] = _growth(model, with_kernels(base, dtype))
+    result |= {"versions": versions(), "hardware": hardware()}
     result["python_ms_a_round"] = round(result["plain_round_ms"] - fastest["ms"]["1"], 2)
-    if plot is not None:
-        from livedraft.bench.plots import plot_cost_growth
-
-        plot_cost_growth(result["cost_growth"]["ms_by_context"], result["cost_growth"]["ms_by_batch"], plot)
     if as_json:
         print(json.dumps(result))
     else:
         _print(result)
 
 
-def _paths(base: ExecutionPath, dtype: str) -> dict[str, ExecutionPath]:
+def _paths(base: ExecutionPath, dtype: str, model: str) -> dict[str, ExecutionPath]:
     paths = {"torch": replace(base, is_prepacked=False)}
     if base.is_prepacked:
         paths["onednn"] = base
     compiled = with_kernels(base, dtype)
     if compiled.is_compiled:
         paths |= {"compiled": compiled, "compiled int8": replace(compiled, is_int8=True)}
+        if resolve_model(model).suffix == ".gguf":
+            paths["compiled int4"] = replace(compiled, is_int4=True)
     return paths
 
 
@@ -100,36 +95,11 @@ def _product_rate(dtype: torch.dtype) -> float:
 def _path(model: str, path: ExecutionPath) -> dict[str, Any]:
     opened = open_model(resolve_model(model), path)
     costs = Runner(opened.runtime(num_slots=1, max_length=256)).measure_costs(None, num_repeats=9)
-    size = 1 if path.is_int8 else path.dtype.itemsize
     return {
         "ms": {str(rows): round(1000 * costs.target_seconds(rows), 2) for rows in _ROWS},
         "V": {str(rows): round(costs.verify_cost(rows), 2) for rows in _ROWS},
-        "bytes": opened.num_parameters * size,
+        "bytes": opened.num_weight_bytes,
     }
-
-
-def _growth(model: str, path: ExecutionPath) -> dict[str, dict[str, float]]:
-    """ms a pass over one token by context length, and over one token of each request by batch."""
-    opened = open_model(resolve_model(model), path)
-    longest = min(max(_CONTEXTS), opened.max_positions)
-    runtime = opened.runtime(num_slots=32, max_length=longest)
-    by_context, by_batch = {}, {}
-    written = 0
-    with torch.inference_mode():
-        for context in (one for one in _CONTEXTS if one <= longest):
-            while written < context - 1:
-                chunk = min(256, context - 1 - written)
-                runtime.forward([5] * chunk, list(range(written, written + chunk)), [0] * chunk, [])
-                written += chunk
-            seconds = _seconds(lambda at=context - 1: runtime.forward([5], [at], [0], [0]), 9)  # type: ignore[misc]  # a default binds it
-            by_context[str(context)] = round(1000 * seconds, 2)
-        for slot in range(32):
-            runtime.forward([5] * 128, list(range(128)), [slot] * 128, [])
-        for batch in (1, 2, 4, 8, 16, 32):
-            seats = list(range(batch))
-            seconds = _seconds(lambda s=seats: runtime.forward([5] * len(s), [128] * len(s), s, s), 9)  # type: ignore[misc]  # a default binds it
-            by_batch[str(batch)] = round(1000 * seconds, 2)
-    return {"ms_by_context": by_context, "ms_by_batch": by_batch}
 
 
 def _engine(model: str, dtype: str, threads: int | None) -> dict[str, Any]:
@@ -156,9 +126,6 @@ def _print(result: dict[str, Any]) -> None:
     for name, path in result["paths"].items():
         table.add_row(name, *(str(path["ms"][str(rows)]) for rows in _ROWS), f"{path['share_of_read_limit']:.0%}")
     console.print(table)
-    growth = result["cost_growth"]
-    for title, figures in (("context", growth["ms_by_context"]), ("requests", growth["ms_by_batch"])):
-        console.print(f"ms a pass by {title}: " + ", ".join(f"{size}: {ms}" for size, ms in figures.items()))
     for name in ("threads", "read_gb_per_second", "product_gflops_per_second", "compiled_step", "plain_round_ms",
                  "python_ms_a_round", "c"):  # fmt: skip
         console.print(f"{name:>26}  {result[name]}")

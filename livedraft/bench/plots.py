@@ -27,21 +27,44 @@ def plot_curves(alphas_by_arm: Mapping[str, Sequence[float]], path: Path) -> Non
     figure.savefig(path, format="svg")
 
 
-def plot_cost_growth(ms_by_context: Mapping[str, float], ms_by_batch: Mapping[str, float], path: Path) -> None:
-    """Milliseconds a pass by context length and by number of requests."""
+def plot_cost_growth(figures: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Milliseconds a pass by context length, and a token by number of requests."""
     figure = _figure()
-    for axes, (title, figures) in zip(
-        figure.subplots(1, 2), (("tokens of context", ms_by_context), ("requests", ms_by_batch)), strict=True
-    ):
-        sizes = [int(size) for size in figures]
-        axes.plot(sizes, list(figures.values()), marker="o")
-        axes.set_xlabel(title)
-        axes.set_ylabel("ms a pass")
+    by_context, *by_batch = figures
+    left, right = figure.subplots(1, 2)
+    left.plot([int(size) for size in figures[by_context]], list(figures[by_context].values()), marker="o")
+    left.set_xlabel("tokens of context, one request")
+    left.set_ylabel("ms a token")
+    for title in by_batch:
+        sizes = [int(size) for size in figures[title]]
+        right.plot(
+            sizes, [ms / size for size, ms in zip(sizes, figures[title].values(), strict=True)], marker="o", label=title
+        )
+    right.set_xlabel("requests")
+    right.legend()
+    for axes in (left, right):
         axes.set_ylim(0)
     figure.savefig(path, format="svg")
 
 
-def _figure() -> Any:
+def plot_speeds(settings: Sequence[Mapping[str, Any]], engines: Sequence[str], path: Path) -> None:
+    """Tokens a second of each engine with its interval, one panel a setting."""
+    figure = _figure(height=1.2 + 2.6 * len(settings))
+    panels = figure.subplots(len(settings), 1, squeeze=False)[:, 0]
+    for axes, setting in zip(panels, settings, strict=True):
+        names = [name for name in reversed(engines) if setting[name] is not None]
+        speeds = [setting[name] for name in names]
+        ends = [setting["intervals"][name] for name in names]
+        below = [max(0.0, speed - low) for speed, (low, _) in zip(speeds, ends, strict=True)]
+        above = [max(0.0, high - speed) for speed, (_, high) in zip(speeds, ends, strict=True)]
+        colours = ["tab:blue" if name.startswith("livedraft") else "tab:gray" for name in names]
+        axes.barh([name.replace("_", " ") for name in names], speeds, xerr=[below, above], color=colours)
+        axes.set_title(f"batch {setting['batch']}, temperature {setting['temperature']:g}")
+    panels[-1].set_xlabel("tokens a second, median and 95 % interval")
+    figure.savefig(path, format="svg")
+
+
+def _figure(height: float = 4.5) -> Any:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(8, 4.5), layout="constrained")
+    return Figure(figsize=(8, height), layout="constrained")

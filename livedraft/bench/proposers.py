@@ -97,7 +97,8 @@ def _stream(
         contenders,
         token_ids,
         num_rounds=1,
-        report=lambda text, num_done, num_all: bar(f"{name}: {text}", num_done, num_all),
+        report=bar,
+        name=name,
     )
     bar.stop()
     figures: dict[str, Any] = {

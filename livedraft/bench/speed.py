@@ -1,30 +1,32 @@
-"""`livedraft bench speed`: plain, speculative and transformers' generate, batch 1, greedy, one interleaved run."""
+"""`livedraft bench speed`: plain, speculative and transformers' generate, batch 1, greedy, one interleaved run.
+
+What the passes alone allow is S = E / (k c + V(k + 1)): E tokens a round, c a draft step and V(n) a target pass over n rows,
+both isolated and in target passes over one row. `share_of_formula` is the measured speed-up of decoding over S, prompt by
+prompt with the k that each round had: what is missing to 1 is our own overhead.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
-import transformers
-
-from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
+from livedraft.bench.alternate import Timing, alternate, median_with_interval, median_with_lower_bound
 from livedraft.bench.contender import Contender
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
-from livedraft.bench.reference import transformers_model
+from livedraft.bench.rivals import Transformers
 from livedraft.bench.same_output import compare_outputs
 from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
 from livedraft.models.native import fitted
-from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model
 from livedraft.records import SamplingParams
-from livedraft.speculation.stats import SpeculationStats
+
+_COST_REPEATS = 9
 
 
 def run(
@@ -47,20 +49,23 @@ def run(
         bar = Bar()
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         speculative = Contender(llm, version, sampling) if version else None
+        plain, rival = Contender(llm, None, sampling), Transformers(llm, model).contender(sampling)
         contenders: dict[str, Callable[[list[int]], list[int]]] = {
-            "plain": Contender(llm, None, sampling),
-            "transformers": transformers_generate(llm, model, max_tokens),
+            "plain": plain,
+            "transformers": lambda prompt: rival([prompt])[0],
         }
         if speculative is not None:
             contenders["speculative"] = speculative
         for contender in contenders.values():  # warm up: caches and code paths
             contender(token_ids[0])
-        if speculative is not None:
-            speculative.stats = SpeculationStats()
+        for own in (plain, speculative):
+            if own is not None:
+                own.forget_counts()
         timings = alternate(contenders, token_ids, num_rounds=1, report=bar)
         bar.stop()
         result = _result(llm, version, speculative, timings)
         if speculative is not None:
+            result |= _beside_formula(llm, plain, speculative)
             same = compare_outputs(
                 token_ids, timings["plain"].outputs, timings["speculative"].outputs, resolve_model(model)
             )
@@ -74,40 +79,6 @@ def run(
         print(json.dumps(result))
     else:
         _print_table(result)
-
-
-def transformers_generate(
-    llm: LLM, model: str, max_tokens: int, temperature: float = 0.0, assistant: Path | None = None
-) -> Callable[[list[int]], list[int]]:
-    """A contender: transformers' own generate with the same weights and threads, in the dtype that is its fastest here;
-    `assistant` is a draft for it."""
-    dtype = fitted(llm.path, None).dtype
-    plain = replace(llm.path, is_compiled=False, is_prepacked=False, is_int8=False)
-    opened = open_model(resolve_model(model), plain)
-    hf_model = opened.hf_model
-    if opened.native is not None:
-        hf_model = transformers_model(opened.native.tensors, opened.native.config, dtype)
-    helper = None
-    if assistant is not None:
-        helper = transformers.AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype, local_files_only=True)
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-
-    def answer(prompt: list[int]) -> list[int]:
-        prompt_BT = torch.tensor([prompt])
-        output_BT = hf_model.generate(
-            prompt_BT,
-            attention_mask=torch.ones_like(prompt_BT),
-            max_new_tokens=max_tokens,
-            assistant_model=helper,
-            **sampling,
-            eos_token_id=list(llm.tokenizer.eos_token_ids),
-            pad_token_id=llm.tokenizer.eos_token_ids[0],
-        )
-        return output_BT[0, len(prompt) :].tolist()
-
-    return answer
 
 
 def _result(llm: LLM, version: str | None, speculative: Contender | None, timings: dict[str, Timing]) -> dict[str, Any]:
@@ -141,6 +112,27 @@ def _result(llm: LLM, version: str | None, speculative: Contender | None, timing
             "block_efficiency": speculative.stats.block_efficiency,
         }
     return result
+
+
+def _beside_formula(llm: LLM, plain: Contender, speculative: Contender) -> dict[str, Any]:
+    """Of decoding alone: a prompt is read by one pass whatever speculates."""
+    costs = llm.engine.runner.measure_costs(speculative.draft, _COST_REPEATS, is_draft_isolated=True)
+    measured, allowed = [], []
+    for own, base in zip(speculative.decodings, plain.decodings, strict=True):
+        if not own.drafted_by_round or not base.drafted_by_round:
+            continue  # an answer of one token
+        measured.append(own.num_tokens / own.seconds / (base.num_tokens / base.seconds))
+        passes = [k * costs.draft_cost + costs.verify_cost(k + 1) for k in own.drafted_by_round]
+        allowed.append(own.num_tokens / sum(passes))
+    shares = [ratio / limit for ratio, limit in zip(measured, allowed, strict=True)]
+    share, low, high = median_with_interval(shares)
+    return {
+        "c_isolated": round(costs.draft_cost, 4),
+        "decoding_speedup": round(median(measured), 3),
+        "formula_speedup": round(median(allowed), 3),
+        "share_of_formula": round(share, 3),
+        "share_of_formula_interval": [round(low, 3), round(high, 3)],
+    }
 
 
 def _print_table(result: dict[str, Any]) -> None:

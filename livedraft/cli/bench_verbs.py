@@ -133,13 +133,18 @@ def bench_distill(
 @bench_app.command("compare")
 def bench_compare(
     prompts: Annotated[Path, typer.Option(help="JSON lines with `messages` or `turns`.")],
-    limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 10,
+    limit: Annotated[int, typer.Option(min=1, help="Groups of prompts in a setting, each as large as the batch.")] = 10,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompts answered together; may be given several times; default 1.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="0 is greedy; may be given several times; default 0.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times over all prompts.")] = 1,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
-    llama_draft: Annotated[Path | None, typer.Option(help="A draft for it, as GGUF.")] = None,
-    assistant: Annotated[Path | None, typer.Option(help="A draft for transformers, as a Hugging Face folder.")] = None,
+    vllm_python: Annotated[Path | None, typer.Option(help="An interpreter that has vLLM.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the speeds as SVG.")] = None,
     draft: Draft = "auto",
     state: State = None,
     model: Model = DEFAULT_MODEL,
@@ -147,28 +152,63 @@ def bench_compare(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """The same weights and prompts through livedraft, transformers and llama.cpp, in one interleaved run."""
+    """The same weights, draft and prompts through livedraft, transformers, llama.cpp and vLLM, interleaved."""
     from livedraft.bench.compare import run
 
     run(
-        prompts, limit=limit, max_tokens=max_tokens, temperature=temperature, rounds=rounds, draft=draft, state=state,
-        model=model, dtype=dtype, threads=threads, llama_server=llama_server, llama_draft=llama_draft, assistant=assistant,
-        as_json=as_json,
+        prompts, limit=limit, max_tokens=max_tokens, batches=batch or [1], temperatures=temperature or [0.0], rounds=rounds,
+        draft=draft, state=state, model=model, dtype=dtype, threads=threads, llama_server=llama_server,
+        vllm_python=vllm_python, plot=plot, as_json=as_json,
     )  # fmt: skip
 
 
 @bench_app.command("limits")
 def bench_limits(
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the growth of costs as SVG.")] = None,
-    as_json: Json = False,
+    model: Model = DEFAULT_MODEL, dtype: Dtype = "auto", threads: Threads = None, as_json: Json = False
 ) -> None:
     """What this machine can do at best, and the share of it that each way to run a pass reaches."""
     from livedraft.bench.limits import run
 
-    run(model=model, dtype=dtype, threads=threads, plot=plot, as_json=as_json)
+    run(model=model, dtype=dtype, threads=threads, as_json=as_json)
+
+
+@bench_app.command("growth")
+def bench_growth(
+    quantization: Annotated[str, typer.Option(help="Of the target's weights: none or int8.")] = "none",
+    plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Time a token against context length and number of requests: no worse than linear in what must be read?"""
+    from livedraft.bench.growth import run
+
+    run(model=model, dtype=dtype, quantization=quantization, threads=threads, plot=plot, as_json=as_json)
+
+
+@bench_app.command("unhelpful")
+def bench_unhelpful(
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests together; may be given several times; default 1, 4 and 16."),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=2, help="Groups of requests, each answered both ways.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of every answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; left out, the demo's plant shop.")] = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """What a draft of random weights costs beside plain decoding."""
+    from livedraft.bench.unhelpful import run
+
+    run(
+        batches=batch or [1, 4, 16], pairs=pairs, max_tokens=max_tokens, temperature=temperature, prompts_path=prompts,
+        model=model, dtype=dtype, threads=threads, as_json=as_json,
+    )  # fmt: skip
 
 
 @bench_app.command("serve")

@@ -215,7 +215,7 @@ def _compare(
     contenders["with_suffixes"] = Contender(llm, learned_version, sampling, uses_suffixes=True)
     for contender in contenders.values():
         contender(token_ids[0])
-        contender.stats = SpeculationStats()
+        contender.forget_counts()
     stats = {name: contender.stats for name, contender in contenders.items()}
     # The untrained draft takes part in the first round only: it is there to be seen, not to be timed to the per cent.
     timings = alternate(contenders, token_ids, num_rounds=1)

@@ -163,7 +163,7 @@ def serve(
     dtype: OptDtype = None,
     quantization: Annotated[
         str | None,
-        typer.Option(help="none or int8: the target's weights in half the bytes; its answers differ a little."),
+        typer.Option(help="none, int8 (half the bytes; answers differ a little) or int4 (a GGUF file's own)."),
     ] = None,
     threads: Threads = None,
     config: ConfigFile = None,

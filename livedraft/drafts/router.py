@@ -135,8 +135,9 @@ class Router:
 
 
 class Topics:
-    """Clusters of hashed words. Each centre is a running mean of its texts: it follows the traffic and keeps its number. Clusters
-    that lie close together are one topic: traffic of one kind must not fall apart because there are places for more."""
+    """Clusters of hashed words. Each centre is a running mean of its texts: it follows the traffic and keeps its number.
+    Clusters that lie close together are one topic: traffic of one kind must not fall apart because there are places for more.
+    """
 
     def __init__(self, num_topics: int, path: Path | None) -> None:
         self._num_topics, self._path = num_topics, path

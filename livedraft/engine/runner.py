@@ -22,6 +22,7 @@ _COST_POSITION = 64
 """Context length at which passes are timed."""
 _COST_REQUESTS = (1, 2, 4, 8, 16)
 _NUM_DRAFT_STEPS = 3
+_LONG_SECONDS = 0.04
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
 
@@ -72,10 +73,13 @@ class Runner:
         logits_RV = self.target.forward(token_ids, positions, slots, logit_rows).logits_RV
         return list(logits_RV.split(num_logits))
 
-    def measure_costs(self, draft: DraftModel | None, num_repeats: int = 3) -> CostModel:
-        """Time isolated passes on idle slots: the target over several row counts, the draft over several requests.
+    def measure_costs(
+        self, draft: DraftModel | None, num_repeats: int = 3, *, is_draft_isolated: bool = False
+    ) -> CostModel:
+        """Time passes on idle slots: the target's over several row counts, the draft's over several requests, after a target
+        pass as in a round, or isolated, with its weights still in the caches.
 
-        Overwrites the slots, so it runs before any request.
+        Overwrites the slots, so no request may be running.
         """
         start = min(_COST_POSITION, max(0, self.target.max_length - max(_COST_ROWS)))
         row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
@@ -85,9 +89,10 @@ class Runner:
         if draft is not None:
             batches = [batch for batch in _COST_REQUESTS if batch <= draft.decoder.num_slots]
             _write_prompts(draft.decoder, max(batches), min(_COST_POSITION, draft.max_length - 1))
-            before = _pass(self.target, 1, start)  # it evicts the draft's weights from the caches, as in a real round
+            # A target pass evicts the draft's weights from the caches, as in a real round.
+            before = (lambda: None) if is_draft_isolated else _pass(self.target, 1, start)
             draft_seconds = {
-                batch: _median_seconds(_draft_steps(draft, batch), 3 * num_repeats, before) / _NUM_DRAFT_STEPS
+                batch: _median_seconds(_draft_steps(draft, batch), 2 * num_repeats, before) / _NUM_DRAFT_STEPS
                 for batch in batches
             }
             written = min(max(_COST_ROWS), draft.max_length)
@@ -147,12 +152,17 @@ def _write_prompts(model: ModelStep, num_slots: int, length: int) -> None:
 
 
 def _median_seconds(run: Callable[[], object], num_repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Of a run after one that is not counted. Long runs are repeated less: noise weighs less on them, and a start waits."""
+
     def finished(work: Callable[[], object]) -> None:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # or launches would be timed, not passes
 
+    started = time.perf_counter()
     finished(run)
+    if time.perf_counter() - started > _LONG_SECONDS:
+        num_repeats = -(-num_repeats // 3)
     seconds = []
     for _ in range(num_repeats):
         finished(before)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 
 from livedraft.device import ExecutionPath
 from livedraft.gguf_file import read_gguf
+from livedraft.models.blocks import Blocks, blocks_of
+from livedraft.models.blocks import joined as joined_blocks
 from livedraft.models.config import ModelConfig, config_from_gguf, config_from_hf
 from livedraft.models.decoder import DecoderWeights, LayerWeights, Linear
 from livedraft.models.native import linear_kinds
@@ -32,10 +34,13 @@ class LoadedModel:
     tensors: dict[str, torch.Tensor]
     """Hugging Face names, in the run's dtype; no head where it is tied to the embedding."""
     fingerprint: str
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    """Of the same names, what a GGUF file stores in blocks; where they were asked for."""
 
 
-def load_model(path: Path, dtype: torch.dtype) -> LoadedModel:
-    """Read, check and convert all tensors. Raises UserError when the path is wrong or the file is damaged or unknown."""
+def load_model(path: Path, dtype: torch.dtype, *, keep_blocks: bool = False) -> LoadedModel:
+    """Read, check and convert all tensors. Raises UserError when the path is wrong, the file is damaged or unknown, or the
+    blocks to keep are not there."""
     config, stored_tensors = _open(path)
     expected = expected_shapes(config)
     digest = hashlib.sha256(repr(config).encode())
@@ -64,7 +69,12 @@ def load_model(path: Path, dtype: torch.dtype) -> LoadedModel:
         raise UserError(
             f"{path} lacks {len(missing)} tensor(s), the first is {missing[0]}; the download is incomplete."
         )
-    return LoadedModel(config=config, tensors=tensors, fingerprint=digest.hexdigest()[:16])
+    return LoadedModel(
+        config=config,
+        tensors=tensors,
+        fingerprint=digest.hexdigest()[:16],
+        blocks=_stored_blocks(path, config) if keep_blocks else {},
+    )
 
 
 def load_embedding_and_head(path: Path) -> tuple[ModelConfig, torch.Tensor, torch.Tensor]:
@@ -185,30 +195,49 @@ def _open_gguf(path: Path) -> tuple[ModelConfig, list[StoredTensor]]:
 
 def _gguf_tensors(config: ModelConfig, entries: list[Any]) -> Iterator[StoredTensor]:
     for entry in entries:
-        name = _GGUF_NAMES.get(entry.name, entry.name)
-        if entry.name.startswith("blk."):
-            _, index, rest = entry.name.split(".", 2)
-            name = f"model.layers.{index}.{_GGUF_LAYER_NAMES.get(rest, rest)}"
-        num_heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(name.split("self_attn.")[-1][0], 0)
-        is_interleaved = config.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
-        yield name, lambda e=entry, heads=num_heads if is_interleaved else 0: _dequantised(e, heads)
+        name, num_heads = _gguf_name(config, entry.name)
+        yield name, lambda e=entry, heads=num_heads: _dequantised(e, heads)
+
+
+def _gguf_name(config: ModelConfig, stored: str) -> tuple[str, int]:
+    """(our name, heads whose rotary halves are interleaved there): llama.cpp does so to the Llama family's queries and keys;
+    ours (and transformers') keeps them apart."""
+    name = _GGUF_NAMES.get(stored, stored)
+    if stored.startswith("blk."):
+        _, index, rest = stored.split(".", 2)
+        name = f"model.layers.{index}.{_GGUF_LAYER_NAMES.get(rest, rest)}"
+    num_heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(name.split("self_attn.")[-1][0], 0)
+    is_interleaved = config.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+    return name, num_heads if is_interleaved else 0
+
+
+def _rows_apart(num_rows: int, num_heads: int) -> torch.Tensor:
+    return torch.arange(num_rows).view(num_heads, num_rows // num_heads // 2, 2).transpose(1, 2).flatten()
+
+
+def _stored_blocks(path: Path, config: ModelConfig) -> dict[str, Blocks]:
+    found = {}
+    for entry in read_gguf(path)[1] if path.suffix == ".gguf" else []:
+        name, num_heads = _gguf_name(config, entry.name)
+        blocks = blocks_of(entry)
+        if blocks is not None:
+            found[name] = blocks.of_rows(_rows_apart(blocks.shape[0], num_heads)) if num_heads else blocks
+    if not any(blocks.num_bits == 4 for blocks in found.values()):
+        raise UserError(f"{path} holds no weights of the kinds Q4_0 or Q4_1, which quantization int4 keeps; use int8.")
+    return found
 
 
 def _dequantised(entry: Any, num_interleaved_heads: int) -> torch.Tensor:
     from gguf import dequantize
 
+    blocks = blocks_of(entry)  # the same numbers as the library's, which takes seconds for them
     try:
-        tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
+        tensor = blocks.values() if blocks else torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
     except NotImplementedError as error:
         raise UserError(
             f"Tensor {entry.name} is stored as {entry.tensor_type.name}, which cannot be read here."
         ) from error
-    if num_interleaved_heads:
-        # llama.cpp interleaves the two rotary halves of the Llama family; ours (and transformers') keeps them apart.
-        rows, columns = tensor.shape
-        tensor = tensor.view(num_interleaved_heads, rows // num_interleaved_heads // 2, 2, columns)
-        tensor = tensor.transpose(1, 2).reshape(rows, columns)
-    return tensor
+    return tensor[_rows_apart(tensor.shape[0], num_interleaved_heads)] if num_interleaved_heads else tensor
 
 
 # --- From tensors to weights ----------------------------------------------------------------------------------------
@@ -219,7 +248,11 @@ def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
     config, tensors = model.config, model.tensors
     make, make_gated = linear_kinds(path, config)
 
-    def joined(*names: str) -> torch.Tensor:
+    def joined(*names: str) -> Any:
+        """One matrix of several; the file's own blocks where the path keeps them and all have them alike."""
+        blocks = [model.blocks[f"{name}.weight"] for name in names if path.is_int4 and f"{name}.weight" in model.blocks]
+        if len(blocks) == len(names) and len({one.num_bits for one in blocks}) == 1:
+            return joined_blocks(blocks)
         return torch.cat([tensors[f"{name}.weight"] for name in names]).to(path.device)
 
     def linear(*names: str) -> Linear:
@@ -249,10 +282,10 @@ def build_weights(model: LoadedModel, path: ExecutionPath) -> DecoderWeights:
                 key_norm_E=vector("self_attn.k_norm.weight") if config.has_qk_norm else None,
             )
         )
-    head_VD = tensors.get(HEAD, tensors[EMBEDDING])
+    head = HEAD if HEAD in tensors else EMBEDDING
     return DecoderWeights(
         embedding_VD=tensors[EMBEDDING].to(path.device),
         layers=layers,
         final_norm_D=tensors[FINAL_NORM].to(path.device),
-        head=make(head_VD.to(path.device)),
+        head=make(joined(head.removesuffix(".weight"))),
     )

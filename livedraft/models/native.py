@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, c_float, c_int, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import platformdirs
 import torch
 
 from livedraft.device import ExecutionPath
+from livedraft.models.blocks import Blocks
 from livedraft.models.config import ModelConfig
 from livedraft.models.decoder import (
     Decoder,
@@ -46,6 +47,7 @@ class _Matrix(ctypes.Structure):
         *((name, c_void_p) for name in ("blocks", "scales", "bias")),
         ("num_outputs", c_int),
         ("num_inputs", c_int),
+        ("block_bits", c_int),
     )
 
 
@@ -101,6 +103,10 @@ def _library() -> ctypes.CDLL | str:
     library.livedraft_free_workspace.argtypes = (c_void_p,)
     for pack in (library.livedraft_pack_bf16, library.livedraft_pack_int8):
         pack.argtypes = (c_void_p, POINTER(c_int), c_int, c_int, c_void_p, c_int)
+    library.livedraft_pack_blocks.argtypes = (
+        c_void_p, c_void_p, c_void_p, POINTER(c_int), c_int, c_int, c_int, c_void_p, c_int,
+    )  # fmt: skip
+    library.livedraft_block_bytes.restype = c_int64
     library.livedraft_step.argtypes = (
         POINTER(_Model), c_void_p, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_int, POINTER(c_int), c_void_p,
         c_int,
@@ -177,16 +183,19 @@ def fitted(path: ExecutionPath, config: ModelConfig | None) -> ExecutionPath:
     """The path as a model of this shape can have it; None is a model that transformers runs."""
     if not path.is_compiled or (config is not None and unavailable_reason(config) is None):
         return path
-    return replace(path, is_compiled=False, is_int8=False, dtype=path.torch_dtype or path.dtype)
+    return replace(path, is_compiled=False, is_int8=False, is_int4=False, dtype=path.torch_dtype or path.dtype)
 
 
 def quantized(path: ExecutionPath, quantization: str) -> ExecutionPath:
-    """The path with "int8" weights, with none, or with "auto": int8 where it can be had. Raises UserError where it cannot."""
-    if quantization not in ("auto", "none", "int8"):
-        raise ValueError(f"quantization must be none or int8, got {quantization!r}.")
-    if quantization == "int8" and not path.is_compiled:
+    """The path with "int8" or "int4" weights, with none, or with "auto": int8 where it can be had. Raises UserError where they
+    cannot."""
+    if quantization not in ("auto", "none", "int8", "int4"):
+        raise ValueError(f"quantization must be none, int8 or int4, got {quantization!r}.")
+    if quantization in ("int8", "int4") and not path.is_compiled:
         reason = unavailable_reason() or f"dtype is {str(path.dtype).removeprefix('torch.')} on {path.device.type}"
-        raise UserError(f"int8 weights need the compiled bf16 step, which is not there: {reason}.")
+        raise UserError(f"{quantization} weights need the compiled bf16 step, which is not there: {reason}.")
+    if quantization == "int4":
+        return replace(path, is_int4=True)
     return replace(path, is_int8=path.is_compiled and quantization != "none")
 
 
@@ -201,15 +210,23 @@ def _super_block() -> int:
 
 
 class _Packed:
-    """A matrix in the kernels' layout: output i is row order[i] of `weight`; bf16, or int8 with a scale an output."""
+    """A matrix in the kernels' layout: output i is row order[i] of `weight`; bf16, int8 with a scale an output, or blocks."""
 
     def __init__(
-        self, weight: torch.Tensor, order: torch.Tensor, bias: torch.Tensor | None = None, *, is_int8: bool
+        self, weight: torch.Tensor | Blocks, order: torch.Tensor, bias: torch.Tensor | None = None, *, is_int8: bool
     ) -> None:
+        self._shape = len(order), weight.shape[1]
+        self._scales, self._block_bits = None, 0
+        self._bias = None if bias is None else self._padded(bias[order].float())
+        order = order.to(torch.int32).contiguous()
+        if isinstance(weight, Blocks):
+            self._pack_blocks(weight, order)
+        else:
+            self._pack(weight, order, is_int8)
+
+    def _pack(self, weight: torch.Tensor, order: torch.Tensor, is_int8: bool) -> None:
         library = _library()
         assert isinstance(library, ctypes.CDLL)
-        self._shape = len(order), weight.shape[1]
-        self._scales = None
         pack = library.livedraft_pack_bf16
         if is_int8:
             pack = library.livedraft_pack_int8
@@ -218,13 +235,22 @@ class _Packed:
             weight = (weight.float() * (_LARGEST_INT8 / largest)[:, None]).round().to(torch.int8)
         else:
             weight = weight.to(torch.bfloat16)
-        self._bias = None if bias is None else self._padded(bias[order].float())
         weight = weight.contiguous()
         self.blocks = torch.zeros(self._num_padded * weight.shape[1], dtype=weight.dtype)
-        order = order.to(torch.int32).contiguous()
         pack(
             weight.data_ptr(), ctypes.cast(order.data_ptr(), POINTER(c_int)), *self._shape, self.blocks.data_ptr(),
             torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _pack_blocks(self, weight: Blocks, order: torch.Tensor) -> None:
+        library = _library()
+        assert isinstance(library, ctypes.CDLL)
+        self._block_bits = weight.num_bits
+        self.blocks = torch.zeros(library.livedraft_block_bytes(*self._shape, self._block_bits), dtype=torch.uint8)
+        parts = [part.contiguous() for part in (weight.levels_OI, weight.scales_OB, weight.offsets_OB)]
+        library.livedraft_pack_blocks(
+            *(part.data_ptr() for part in parts), ctypes.cast(order.data_ptr(), POINTER(c_int)), *self._shape,
+            self._block_bits, self.blocks.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
     @property
@@ -239,7 +265,7 @@ class _Packed:
 
     def struct(self) -> _Matrix:
         scales, bias = (None if one is None else one.data_ptr() for one in (self._scales, self._bias))
-        return _Matrix(self.blocks.data_ptr(), scales, bias, *self._shape)
+        return _Matrix(self.blocks.data_ptr(), scales, bias, *self._shape, self._block_bits)
 
 
 class NativeLinear(Linear):
@@ -247,7 +273,7 @@ class NativeLinear(Linear):
 
     is_int8 = False
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Blocks, bias: torch.Tensor | None = None) -> None:
         self.packed = _Packed(weight, torch.arange(weight.shape[0]), bias, is_int8=self.is_int8)
         self.weight, self.bias, self.num_outputs = self.packed.blocks, bias, weight.shape[0]
 
@@ -260,7 +286,7 @@ class NativeGatedLinear(GatedLinear):
 
     is_int8 = False
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor | Blocks) -> None:
         half = weight.shape[0] // 2
         rows = torch.arange(half).view(-1, _super_block() // 2)
         self.packed = _Packed(weight, torch.stack([rows, rows + half], dim=1).flatten(), is_int8=self.is_int8)

@@ -36,6 +36,19 @@ class OpenModel:
             return sum(tensor.numel() for tensor in self.native.tensors.values())
         return sum(parameter.numel() for parameter in self.hf_model.parameters())
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """That a pass of a small batch reads: tied embeddings once."""
+        if self.native is None or not self.native.blocks:
+            return self.num_parameters * (1 if self.path.is_int8 else self.path.dtype.itemsize)
+        stored = self.native.blocks
+        plain = sum(tensor.numel() for name, tensor in self.native.tensors.items() if name not in stored)
+        return self.path.dtype.itemsize * plain + sum(
+            blocks.levels_OI.numel() * blocks.num_bits // 8
+            + blocks.scales_OB.numel() * (4 if blocks.num_bits == 4 else 2)
+            for blocks in stored.values()
+        )
+
     def kv_bytes_per_position(self, num_draft_layers: int) -> int:
         """Keys and values of one token, for the target and a draft of so many of its layers."""
         if self.native is not None:
@@ -82,7 +95,7 @@ def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:
             hf_model=hf_model,
         )
     path = fitted(path, read_config(model_path))
-    native = load_model(model_path, path.dtype)
+    native = load_model(model_path, path.dtype, keep_blocks=path.is_int4)
     return OpenModel(
         fingerprint=native.fingerprint,
         path=path,

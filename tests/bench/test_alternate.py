@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from livedraft.bench.alternate import alternate, median_with_lower_bound
+from livedraft.bench.alternate import alternate, joined, median_with_interval, median_with_lower_bound
 
 
 def test_contenders_take_turns_and_are_timed_alone():
@@ -31,3 +31,20 @@ def test_lower_bound_is_below_the_median_and_close_when_all_agree():
     middle, low = median_with_lower_bound([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 1.1, 1.3, 1.5, 1.7])
     assert middle == pytest.approx(1.45)
     assert 1.0 <= low < middle
+
+
+def test_the_interval_holds_the_median_and_narrows_with_more_pairs():
+    few, many = [1.0, 1.2, 1.4], [1.0, 1.2, 1.4] * 30
+    middle, low, high = median_with_interval(few)
+    assert low <= middle == 1.2 <= high
+    _, narrow_low, narrow_high = median_with_interval(many)
+    assert narrow_high - narrow_low < high - low
+    assert median_with_interval([2.0] * 9) == (2.0, 2.0, 2.0)
+
+
+def test_answers_to_a_group_count_together_and_rest_is_not_timed():
+    together = joined(lambda group: [[prompt] * 3 for prompt in group])
+    timings = alternate({"one": together}, [[1, 2], [3, 4]], num_rounds=1, rest_seconds=0.2)
+    assert timings["one"].outputs == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
+    assert timings["one"].num_tokens == [[6, 6]]
+    assert sum(timings["one"].seconds[0]) < 0.2

@@ -141,6 +141,8 @@ def test_bench_speed_prints_one_object(model_folder, tmp_path):
     assert figures["compared"] == figures["same_output"] == figures["num_prompts"] == 10
     assert len(figures["V"]) == 9
     assert figures["V"][0] == 1.0
+    low, high = figures["share_of_formula_interval"]
+    assert 0 < low <= figures["share_of_formula"] <= high
     for name in ("plain", "speculative", "transformers"):
         assert figures[f"{name}_tokens_per_second"] > 0
     plain = livedraft(

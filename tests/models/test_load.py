@@ -161,6 +161,21 @@ def test_quantised_gguf_is_dequantised(tmp_path):
         assert torch.allclose(loaded.tensors[name], tensor, atol=0.02), name
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_kept_blocks_are_the_tensors_that_are_read(tmp_path, kind):
+    config = replace(TINY, feed_forward_width=64)
+    write_gguf(tmp_path / "q.gguf", config, random_tensors(config), GGMLQuantizationType[kind])
+    if kind == "Q8_0":
+        with pytest.raises(UserError, match="Q4_0 or Q4_1"):
+            load_model(tmp_path / "q.gguf", torch.float32, keep_blocks=True)
+        return
+    loaded = load_model(tmp_path / "q.gguf", torch.float32, keep_blocks=True)
+    assert set(loaded.blocks) == {name for name, tensor in loaded.tensors.items() if tensor.ndim == 2}
+    for name, blocks in loaded.blocks.items():  # queries and keys too, whose rows are in another order in the file
+        assert torch.allclose(blocks.values(), loaded.tensors[name], atol=1e-6), name
+    assert load_model(tmp_path / "q.gguf", torch.float32).blocks == {}
+
+
 def test_damaged_gguf_is_one_sentence(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, TINY, random_tensors(TINY))

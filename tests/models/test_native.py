@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import gguf
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from livedraft.config import EngineConfig
 from livedraft.device import ExecutionPath
 from livedraft.drafts.weights import draft_from_target, serving_weights
 from livedraft.models import native as room
+from livedraft.models.blocks import blocks_of, joined
 from livedraft.models.decoder import Decoder
 from livedraft.models.load import build_weights
 from livedraft.models.native import NativeDecoder, fitted, make_decoder, quantized, unavailable_reason, with_kernels
@@ -128,6 +130,30 @@ def test_a_rows_numbers_do_not_depend_on_the_batch_nor_on_the_threads(family):
                         assert torch.equal(logits[row], expected[slot][position])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("head_width", "num_heads"), [(32, 6), (64, 2), (96, 14), (128, 8)])
+def test_a_long_context_is_the_same_in_pieces_of_any_size(head_width, num_heads):
+    """Stretches of the cache are put together: right, and bit for bit whatever the pass holds beside a row."""
+    model = model_of(
+        shaped(tiny.TINY, head_width=head_width, num_heads=num_heads, num_kv_heads=2, num_layers=2, max_positions=1024)
+    )
+    chance = random.Random(head_width)
+    tokens = chance.choices(range(203), k=600)
+    rounded = dataclasses.replace(model, tensors={n: t.bfloat16().float() for n, t in model.tensors.items()})
+    exact = prefill(decoder(rounded, FLOAT32, max_length=600), tokens)
+    whole = prefill(decoder(model, COMPILED, max_length=600), tokens)
+    torchs = (prefill(decoder(model, TORCH, max_length=600), tokens) - exact).abs().mean(-1)
+    own = (whole - exact).abs().mean(-1)
+    assert own[:250].mean() < 1.2 * torchs[:250].mean()
+    assert own[520:].mean() < 1.2 * torchs[520:].mean()
+    made, done = decoder(model, COMPILED, max_length=600), 0
+    while done < 600:
+        near_an_end = any(-4 < done - end < 3 for end in (256, 512, 600))
+        rows = list(range(done, min(done + (1 if near_an_end else chance.choice([1, 3, 8, 60])), 600)))
+        logits = made.forward([tokens[row] for row in rows], rows, [0] * len(rows), list(range(len(rows)))).logits_RV
+        assert torch.equal(logits, whole[rows]), done
+        done += len(rows)
 
 
 def test_slots_are_rewound_copied_and_cleared_as_the_torch_decoders():
@@ -283,11 +309,72 @@ def test_int8_rows_do_not_depend_on_the_batch_either():
         assert torch.equal(made.forward([token], [position], [0], [0]).logits_RV[0], whole[position])
 
 
+class Entry:
+    """A tensor as the library reads it from a GGUF file."""
+
+    def __init__(self, weight, kind):
+        self.tensor_type = getattr(gguf.GGMLQuantizationType, kind)
+        self.data = gguf.quantize(weight.numpy(), self.tensor_type)
+        self.values = torch.from_numpy(gguf.dequantize(self.data, self.tensor_type))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_blocks_hold_what_the_library_reads(kind):
+    entry = Entry(torch.randn(5, 96, generator=torch.Generator().manual_seed(0)), kind)
+    blocks = blocks_of(entry)
+    assert blocks.shape == (5, 96)
+    assert torch.equal(blocks.values(), entry.values)
+    both = joined([blocks, blocks.of_rows(torch.tensor([4, 0]))])
+    assert torch.equal(both.values(), torch.cat([entry.values, entry.values[[4, 0]]]))
+
+
+def in_blocks(model, kind, head_kind="Q8_0"):
+    """(the model with its matrices as blocks, the same with plain numbers)"""
+    entries = {
+        name: Entry(weight, head_kind if "lm_head" in name else kind)
+        for name, weight in model.tensors.items()
+        if weight.ndim == 2 and "embed" not in name
+    }
+    plain = dataclasses.replace(model, tensors=model.tensors | {n: entry.values for n, entry in entries.items()})
+    return dataclasses.replace(plain, blocks={n: blocks_of(entry) for n, entry in entries.items()}), plain
+
+
+INT4 = dataclasses.replace(COMPILED, is_int4=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_a_files_own_blocks_are_run_without_rounding(family, kind):
+    model, plain = in_blocks(model_of(FAMILIES[family]), kind)
+    tokens = random.Random(0).choices(range(203), k=50)
+    exact = prefill(decoder(plain, FLOAT32), tokens)
+    own = (prefill(decoder(model, INT4), tokens) - exact).abs().mean()
+    in_bf16 = (prefill(decoder(plain, COMPILED), tokens) - exact).abs().mean()
+    assert own < in_bf16  # which rounds the weights
+    assert own < 0.01 * exact.abs().mean()
+
+
+def test_rows_of_blocks_do_not_depend_on_the_batch_either():
+    model, _ = in_blocks(model_of(FAMILIES["llama"]), "Q4_1")
+    tokens = random.Random(3).choices(range(203), k=40)
+    whole = prefill(decoder(model, INT4), tokens)
+    made, done = decoder(model, INT4), 0
+    for count in (1, 2, 3, 4, 5, 1, 9, 15):
+        rows = list(range(done, done + count))
+        logits = made.forward([tokens[row] for row in rows], rows, [0] * count, list(range(count))).logits_RV
+        assert torch.equal(logits, whole[rows])
+        done += count
+    assert done == 40
+
+
 def test_int8_where_it_cannot_be_had_is_refused():
     assert quantized(COMPILED, "auto").is_int8
     assert not quantized(TORCH, "auto").is_int8
     assert not quantized(COMPILED, "none").is_int8
     with pytest.raises(UserError, match="compiled bf16 step"):
         quantized(FLOAT32, "int8")
-    with pytest.raises(ValueError, match="none or int8"):
+    assert quantized(COMPILED, "int4").is_int4
+    with pytest.raises(UserError, match="int4 weights need the compiled"):
+        quantized(TORCH, "int4")
+    with pytest.raises(ValueError, match="none, int8 or int4"):
         quantized(COMPILED, "int3")

@@ -7,7 +7,8 @@
 // over the inputs in order. So verification of k drafted tokens gives bit for bit what plain decoding gives.
 //
 // Weights are bf16, or int8 with one scale an output (half the bytes to read). They lie in super-blocks of four vectors of outputs,
-// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Activations are float32;
+// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Or they stay as a GGUF file
+// stores them, in blocks of 32 inputs with a scale (and an offset) each, see `Block`. Activations are float32;
 // where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a product, elsewhere (AVX512,
 // AVX2) weights are widened in registers, which is a shift.
 //
@@ -29,10 +30,11 @@ extern "C" {
 
 struct Matrix {
     const void* blocks;
-    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16
+    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16, or as `block_bits` says
     const float* bias;    // [outputs padded to 64], or null
     int num_outputs;
     int num_inputs;
+    int block_bits;       // 4 or 8: a GGUF file's blocks; 0: none of them
 };
 
 struct Layer {
@@ -189,9 +191,10 @@ inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, 
 }
 #endif
 
-// Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order.
+// Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order. Not inlined: compiling it once for each
+// use took most of a first start.
 template <int ROWS, int VECTORS, class Weight>
-inline void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
+[[gnu::noinline]] void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
     floats own[ROWS][VECTORS] = {};
     for (int pair = 0; pair < num_inputs / 2; ++pair, block += 2 * kSuper) {
         WeightPairs w[VECTORS];
@@ -231,6 +234,118 @@ void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int s
     }
 }
 
+// A GGUF file's block of 32 inputs, for a super-block of outputs: value = scale * level + offset. [scale of each output][offset of each,
+// where levels have 4 bits] as float16, then [word][output], a word holding 32 / BITS neighbouring inputs of an output, the first lowest.
+template <int BITS>
+struct Block {
+    static constexpr int kInputs = 32, kPerWord = 32 / BITS, kHeader = kSuper * (BITS == 4 ? 2 : 1);
+    static constexpr size_t kBytes = kSuper * 4 * BITS + 2 * kHeader;
+};
+
+#ifdef __AVX512F__
+constexpr int kBlockTile = 4;
+inline floats load_float16(const uint16_t* at) { return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+#else
+constexpr int kBlockTile = 2;
+inline floats load_float16(const uint16_t* at) { return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+#endif
+
+template <int BITS>
+inline floats levels_of(ints words, int i) {
+    if (BITS == 8) return __builtin_convertvector((words << (24 - 8 * i)) >> 24, floats);
+#ifdef __AVX512F__
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (floats)_mm512_permutexvar_ps((__m512i)(words >> (4 * i)), table);  // looks at the lowest four bits
+#else
+    return __builtin_convertvector((words >> (4 * i)) & 15, floats);
+#endif
+}
+
+// As `multiply` over blocks; `totals` are the sums of each 32 inputs of a row.
+template <int BITS, int ROWS, int VECTORS>
+[[gnu::noinline]] void multiply_blocks(const char* block, int within, const float* x, const float* totals, int num_inputs,
+                            floats (*sums)[VECTORS]) {
+    using B = Block<BITS>;
+    floats own[ROWS][VECTORS] = {};
+    const int num_blocks = num_inputs / B::kInputs;
+    for (int b = 0; b < num_blocks; ++b, block += B::kBytes) {
+        floats inner[ROWS][VECTORS] = {};
+        for (int word = 0; word < BITS; ++word) {
+            ints words[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) {
+                const char* at = block + 2 * B::kHeader + 4 * (word * kSuper + within + W * v);
+                _mm_prefetch(at + kPrefetch, _MM_HINT_T0);
+                words[v] = load_as<ints>(at);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < B::kPerWord; ++i) {
+                floats levels[VECTORS];
+                for (int v = 0; v < VECTORS; ++v) levels[v] = levels_of<BITS>(words[v], i);
+                for (int m = 0; m < ROWS; ++m) {
+                    const floats in = all(x[(size_t)m * num_inputs + b * B::kInputs + word * B::kPerWord + i]);
+                    for (int v = 0; v < VECTORS; ++v) inner[m][v] = levels[v] * in + inner[m][v];
+                }
+            }
+        }
+        const uint16_t* scales = (const uint16_t*)block + within;
+        for (int v = 0; v < VECTORS; ++v) {
+            const floats scale = load_float16(scales + W * v);
+            for (int m = 0; m < ROWS; ++m) own[m][v] = scale * inner[m][v] + own[m][v];
+            if (BITS == 4) {
+                const floats offset = load_float16(scales + kSuper + W * v);
+                for (int m = 0; m < ROWS; ++m) own[m][v] = offset * all(totals[(size_t)m * num_blocks + b]) + own[m][v];
+            }
+        }
+    }
+    for (int m = 0; m < ROWS; ++m)
+        for (int v = 0; v < VECTORS; ++v) sums[m][v] = own[m][v];
+}
+
+// A pass's inputs as blocks want them, made by each thread for itself: float32, row after row, and the sums of each 32.
+struct BlockInputs {
+    std::vector<float> rows, totals;
+    void fill(const Input* x, int stride, int num_rows, int num_inputs) {
+        if (rows.size() < (size_t)num_rows * num_inputs) rows.resize((size_t)num_rows * num_inputs);
+        if (totals.size() < (size_t)num_rows * num_inputs / 32) totals.resize((size_t)num_rows * num_inputs / 32);
+        for (int m = 0; m < num_rows; ++m)
+            for (int b = 0; b < num_inputs / 32; ++b) {
+                floats total = {};
+                for (int i = 32 * b; i < 32 * (b + 1); i += W) {
+                    const floats some = load_input(x + (size_t)m * stride + i);
+                    store(rows.data() + (size_t)m * num_inputs + i, some);
+                    total += some;
+                }
+                totals[(size_t)m * (num_inputs / 32) + b] = sum_of(total);
+            }
+    }
+    static floats load_input(const float* at) { return load(at); }
+    static floats load_input(const bf16* at) { return widen(at); }
+};
+
+thread_local BlockInputs block_inputs;
+
+template <int VECTORS, int BITS, class Write>
+void multiply_block_rows(const Matrix& matrix, int first_output, int num_rows, const Write& write) {
+    const int I = matrix.num_inputs;
+    const size_t super_bytes = (size_t)(I / 32) * Block<BITS>::kBytes;
+    const int within = first_output % kSuper;  // words and scales of later outputs lie this much further on
+    const char* block = (const char*)matrix.blocks + (size_t)(first_output / kSuper) * super_bytes;
+    for (int row = 0; row < num_rows;) {
+        const int rows = std::min(num_rows - row, kBlockTile);
+        floats sums[kBlockTile][VECTORS];
+        const float* x = block_inputs.rows.data() + (size_t)row * I;
+        const float* totals = block_inputs.totals.data() + (size_t)row * (I / 32);
+        switch (rows) {
+            case 1: multiply_blocks<BITS, 1, VECTORS>(block, within, x, totals, I, sums); break;
+            case 2: multiply_blocks<BITS, 2, VECTORS>(block, within, x, totals, I, sums); break;
+            case 3: multiply_blocks<BITS, std::min(3, kBlockTile), VECTORS>(block, within, x, totals, I, sums); break;
+            default: multiply_blocks<BITS, kBlockTile, VECTORS>(block, within, x, totals, I, sums); break;
+        }
+        for (int m = 0; m < rows; ++m) write(row + m, first_output, sums[m]);
+        row += rows;
+    }
+}
+
 // This thread's share of some units: vectors of outputs, super-blocks, heads or rows.
 struct Share {
     int begin, end;
@@ -239,8 +354,22 @@ struct Share {
           end((int)((long long)num_units * (thread + 1) / num_threads)) {}
 };
 
-template <class Weight, class Write>
-void linear_of(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+// write(row, first output, vectors of sums), by the kind of the weights. Inputs of blocks must be in `block_inputs`.
+template <int VECTORS, class Write>
+void multiply_any(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
+    if (matrix.block_bits == 4)
+        multiply_block_rows<VECTORS, 4>(matrix, first_output, num_rows, write);
+    else if (matrix.block_bits == 8)
+        multiply_block_rows<VECTORS, 8>(matrix, first_output, num_rows, write);
+    else if (matrix.scales)
+        multiply_rows<VECTORS, int8_t>(matrix, first_output, x, stride, num_rows, write);
+    else
+        multiply_rows<VECTORS, bf16>(matrix, first_output, x, stride, num_rows, write);
+}
+
+template <class Write>
+void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
+    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
     const Share share((matrix.num_outputs + W - 1) / W, thread, num_threads);
     for (int unit = share.begin; unit < share.end;) {
         const int vectors = std::min(4 - unit % 4, share.end - unit);
@@ -254,27 +383,20 @@ void linear_of(const Matrix& matrix, const Input* x, int stride, int num_rows, i
             }
         };
         switch (vectors) {
-            case 1: multiply_rows<1, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            case 2: multiply_rows<2, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            case 3: multiply_rows<3, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
-            default: multiply_rows<4, Weight>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 1: multiply_any<1>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 2: multiply_any<2>(matrix, W * unit, x, stride, num_rows, each); break;
+            case 3: multiply_any<3>(matrix, W * unit, x, stride, num_rows, each); break;
+            default: multiply_any<4>(matrix, W * unit, x, stride, num_rows, each); break;
         }
         unit += vectors;
     }
-}
-
-template <class Write>
-void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
-    if (matrix.scales)
-        linear_of<int8_t>(matrix, x, stride, num_rows, thread, num_threads, write);
-    else
-        linear_of<bf16>(matrix, x, stride, num_rows, thread, num_threads, write);
 }
 
 // silu(gate) * up, 2 W of each in a super-block.
 void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows, Input* out, int out_stride, int thread,
                   int num_threads) {
     const Share share(matrix.num_outputs / kSuper, thread, num_threads);
+    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
     for (int super = share.begin; super < share.end; ++super) {
         auto write = [&](int row, int, floats* sums) {
             for (int v = 0; v < 4 && matrix.scales; ++v) sums[v] *= load(matrix.scales + super * kSuper + W * v);
@@ -284,10 +406,7 @@ void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows
                 narrow(gate / (1.0f + decay) * sums[v + 2], out + (size_t)row * out_stride + super * 2 * W + W * v);
             }
         };
-        if (matrix.scales)
-            multiply_rows<4, int8_t>(matrix, super * kSuper, x, stride, num_rows, write);
-        else
-            multiply_rows<4, bf16>(matrix, super * kSuper, x, stride, num_rows, write);
+        multiply_any<4>(matrix, super * kSuper, x, stride, num_rows, write);
     }
 }
 
@@ -325,60 +444,217 @@ void narrow_row(const float* x, int width, Output* out) {
     for (int i = 0; i < width; i += W) narrow(load(x + i), out + i);
 }
 
-// One query head's products with one key, E = 2 W * PAIRS.
-template <int PAIRS>
-struct Query {
+// --- attention -------------------------------------------------------------------------------------------------------
+// A few queries at a time (the heads of a key-value group, and neighbouring rows of a slot) go over the same stretch of the cache, so
+// that a key is read and widened once for all of them. Stretches are kStretch positions whatever the pass, and threads share them
+// out: each gives the largest score, the sum of exponentials and the weighted values, put together in order at the end. Vectors of a
+// head are 2 W numbers at a time, the even ones before the odd ones, as `widen_pairs` has them.
+
+constexpr int kStretch = 256;
+#ifdef __AVX512F__
+constexpr int kQueries = 4;      // 4 queries x 4 keys of sums fit the 32 registers
+#else
+constexpr int kQueries = 2;
+#endif
+constexpr int kTileRows = 8;
+constexpr int kLargestHead = 128;
+
+// The sums of four vectors.
+inline __m128 sums_of(const floats* x) {
+#ifdef __AVX512F__
+    const __m512 x0 = (__m512)x[0], x1 = (__m512)x[1], x2 = (__m512)x[2], x3 = (__m512)x[3];
+    const __m512d a = (__m512d)(_mm512_unpacklo_ps(x0, x1) + _mm512_unpackhi_ps(x0, x1));
+    const __m512d b = (__m512d)(_mm512_unpacklo_ps(x2, x3) + _mm512_unpackhi_ps(x2, x3));
+    const __m512 whole = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+    const __m256 half = _mm512_castps512_ps256(whole) + (__m256)_mm512_extractf64x4_pd((__m512d)whole, 1);
+#else
+    const __m256 x0 = (__m256)x[0], x1 = (__m256)x[1], x2 = (__m256)x[2], x3 = (__m256)x[3];
+    const __m256d a = (__m256d)(_mm256_unpacklo_ps(x0, x1) + _mm256_unpackhi_ps(x0, x1));
+    const __m256d b = (__m256d)(_mm256_unpacklo_ps(x2, x3) + _mm256_unpackhi_ps(x2, x3));
+    const __m256 half = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
+#endif
+    return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+// A head's numbers as queries are kept for products with keys.
+inline void store_query(const float* x, int E, Input* out) {
 #ifdef __AVX512BF16__
-    __m512bh pairs[PAIRS];
-    explicit Query(const Input* query) {
-        for (int i = 0; i < PAIRS; ++i) pairs[i] = (__m512bh)_mm512_loadu_si512(query + 2 * W * i);
+    narrow_row(x, E, out);
+#else
+    for (int i = 0; i < E; ++i) out[i / (2 * W) * 2 * W + i % 2 * W + i % (2 * W) / 2] = x[i];
+#endif
+}
+
+template <int E>
+struct Key {
+#ifdef __AVX512BF16__
+    __m512bh parts[E / (2 * W)];
+    explicit Key(const bf16* at) {
+        for (int i = 0; i < E / (2 * W); ++i) parts[i] = (__m512bh)_mm512_loadu_si512(at + 2 * W * i);
     }
-    float dot(const bf16* key) const {
+    floats times(const Input* query) const {
         __m512 sum = _mm512_setzero_ps();
-        for (int i = 0; i < PAIRS; ++i) sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + 2 * W * i), pairs[i]);
-        return _mm512_reduce_add_ps(sum);
+        for (int i = 0; i < E / (2 * W); ++i)
+            sum = _mm512_dpbf16_ps(sum, parts[i], (__m512bh)_mm512_loadu_si512(query + 2 * W * i));
+        return (floats)sum;
     }
 #else
-    Pairs pairs[PAIRS];
-    explicit Query(const Input* query) {
-        for (int i = 0; i < 2 * W * PAIRS; ++i) (i % 2 ? pairs[i / (2 * W)].odd : pairs[i / (2 * W)].even)[i / 2 % W] = query[i];
+    Pairs parts[E / (2 * W)];
+    explicit Key(const bf16* at) {
+        for (int i = 0; i < E / (2 * W); ++i) parts[i] = widen_pairs(at + 2 * W * i);
     }
-    float dot(const bf16* key) const {
+    floats times(const Input* query) const {
         floats sum = {};
-        for (int i = 0; i < PAIRS; ++i) sum = multiply_add(widen_pairs(key + 2 * W * i), pairs[i], sum);
-        return sum_of(sum);
+        for (int i = 0; i < E / (2 * W); ++i) {
+            sum = parts[i].even * load(query + 2 * W * i) + sum;
+            sum = parts[i].odd * load(query + 2 * W * i + W) + sum;
+        }
+        return sum;
     }
 #endif
 };
 
-// One query head over `length` keys and values.
-template <int E>
-void attend(const Input* query_, const bf16* keys, const bf16* values, int length, float scale, float* scores, Input* out) {
-    const Query<E / (2 * W)> query(query_);
-    float largest = -INFINITY;
-    for (int t = 0; t < length; ++t) {
-        scores[t] = query.dot(keys + (size_t)t * E) * scale;
-        largest = std::max(largest, scores[t]);
+// What one query makes of one stretch.
+struct Part {
+    float largest, total;
+    float* sums;  // [E], even ones before odd ones
+};
+
+// QUERIES queries over the same stretch; `lengths[q]` of its keys are in the past of query q, at least one.
+template <int E, int QUERIES>
+void attend(const Input* const* queries, const int* lengths, const bf16* keys, const bf16* values, float scale, Part* parts) {
+    alignas(64) float scores[QUERIES][kStretch];
+    int longest = 0;
+    for (int q = 0; q < QUERIES; ++q) longest = std::max(longest, lengths[q]);
+    for (int t = 0; t < longest; t += 4) {
+        floats sums[QUERIES][4];
+        for (int j = 0; j < 4; ++j) {
+            const Key<E> key(keys + (size_t)std::min(t + j, longest - 1) * E);
+            for (int q = 0; q < QUERIES; ++q) sums[q][j] = key.times(queries[q]);
+        }
+        for (int q = 0; q < QUERIES; ++q) _mm_storeu_ps(scores[q] + t, sums_of(sums[q]) * scale);
     }
-    for (int t = length; t % W; ++t) scores[t] = -INFINITY;  // exp_of makes it 1e-38, next to a total of at least 1
-    floats totals = {};
-    for (int t = 0; t < length; t += W) {
-        const floats p = exp_of(load(scores + t) - largest);
-        store(scores + t, p);
-        totals += p;
+    for (int q = 0; q < QUERIES; ++q) {
+        float* own = scores[q];
+        const int length = lengths[q], whole = (length + W - 1) / W * W;
+        for (int t = length; t < whole; ++t) own[t] = -INFINITY;
+        floats largest = all(-INFINITY);
+        for (int t = 0; t < whole; t += W) largest = load(own + t) > largest ? load(own + t) : largest;
+        float most = largest[0];
+        for (int i = 1; i < W; ++i) most = std::max(most, largest[i]);
+        floats totals = {};
+        for (int t = 0; t < whole; t += W) {
+            store(own + t, exp_of(load(own + t) - most));
+            for (int i = std::max(t, length); i < t + W; ++i) own[i] = 0;  // exactly: a longer neighbour must not change the sums
+            totals += load(own + t);
+        }
+        for (int t = whole; t < longest; ++t) own[t] = 0;
+        parts[q].largest = most;
+        parts[q].total = sum_of(totals);
     }
-    floats sums[E / W] = {};
-    for (int t = 0; t < length; ++t)
-        for (int i = 0; i < E / W; ++i) sums[i] = scores[t] * widen(values + (size_t)t * E + W * i) + sums[i];
-    const float inverse = 1.0f / sum_of(totals);
-    for (int i = 0; i < E / W; ++i) narrow(sums[i] * inverse, out + W * i);
+    constexpr int SLICE = W == 16 && E % (4 * W) == 0 ? 2 : 1;  // times 2 W numbers of a head at a time
+    for (int first = 0; first < E; first += SLICE * 2 * W) {
+        Pairs sums[QUERIES][SLICE] = {};
+        for (int t = 0; t < longest; ++t)
+            for (int i = 0; i < SLICE; ++i) {
+                const Pairs value = widen_pairs(values + (size_t)t * E + first + 2 * W * i);
+                for (int q = 0; q < QUERIES; ++q) {
+                    sums[q][i].even = scores[q][t] * value.even + sums[q][i].even;
+                    sums[q][i].odd = scores[q][t] * value.odd + sums[q][i].odd;
+                }
+            }
+        for (int q = 0; q < QUERIES; ++q)
+            for (int i = 0; i < SLICE; ++i) {
+                store(parts[q].sums + first + 2 * W * i, sums[q][i].even);
+                store(parts[q].sums + first + 2 * W * i + W, sums[q][i].odd);
+            }
+    }
 }
 
-struct Workspace {
-    std::vector<float> hidden, query_key_value;
-    std::vector<Input> normed, queries, attended, activated, last;
-    std::vector<std::vector<float>> scores;
+template <int E>
+void attend_some(int num_queries, const Input* const* queries, const int* lengths, const bf16* keys, const bf16* values,
+                 float scale, Part* parts) {
+    switch (num_queries) {
+        case 1: attend<E, 1>(queries, lengths, keys, values, scale, parts); break;
+        case 2: attend<E, 2>(queries, lengths, keys, values, scale, parts); break;
+        case 3: attend<E, std::min(3, kQueries)>(queries, lengths, keys, values, scale, parts); break;
+        default: attend<E, kQueries>(queries, lengths, keys, values, scale, parts); break;
+    }
+}
+
+// The stretches of one query, in order, to its output.
+void put_together(const Part* parts, int num_parts, int E, Input* out) {
+    float largest = -INFINITY, total = 0;
+    for (int i = 0; i < num_parts; ++i) largest = std::max(largest, parts[i].largest);
+    alignas(64) float sums[kLargestHead] = {}, row[kLargestHead];
+    for (int i = 0; i < num_parts; ++i) {
+        const float share = exp_of(all(parts[i].largest - largest))[0];
+        total += share * parts[i].total;
+        for (int e = 0; e < E; e += W) store(sums + e, share * load(parts[i].sums + e) + load(sums + e));
+    }
+    const float inverse = 1.0f / total;
+    for (int e = 0; e < E; ++e) row[e] = inverse * sums[e / (2 * W) * 2 * W + e % 2 * W + e % (2 * W) / 2];
+    narrow_row(row, E, out);
+}
+
+// Neighbouring rows of one slot, at consecutive positions. Each key-value group and stretch of theirs is an item of work.
+struct Tile {
+    int first_row, num_rows, num_stretches, first_item;
 };
+
+struct Workspace {
+    std::vector<float> hidden, query_key_value, part_sums;
+    std::vector<Input> normed, queries, attended, activated, last;
+    std::vector<Tile> tiles;
+    std::vector<Part> parts;  // [N, H, stretches]
+};
+
+// Returns the number of items.
+int make_tiles(int num_rows, const int* positions, const int* slots, int num_groups, std::vector<Tile>& tiles) {
+    tiles.clear();
+    int num_items = 0;
+    for (int n = 0; n < num_rows; ++n) {
+        const bool goes_on = n > 0 && slots[n] == slots[n - 1] && positions[n] == positions[n - 1] + 1;
+        if (!goes_on || tiles.back().num_rows == kTileRows) tiles.push_back({n, 0, 0, 0});
+        ++tiles.back().num_rows;
+        tiles.back().num_stretches = positions[n] / kStretch + 1;
+    }
+    for (Tile& tile : tiles) {
+        tile.first_item = num_items;
+        num_items += num_groups * tile.num_stretches;
+    }
+    return num_items;
+}
+
+// The queries of one key-value group over one stretch; those that have no other are finished at once.
+template <int E>
+void attend_tile(const Tile& tile, int group, int stretch, const Model& model, const Layer& layer, const int* positions, int slot,
+                 const Input* queries, Part* parts, int max_stretches, Input* attended) {
+    const int H = model.num_heads, G = model.num_kv_heads, first = stretch * kStretch;
+    const size_t at = (((size_t)slot * G + group) * model.max_length + first) * E;
+    const Input* some[kQueries];
+    int lengths[kQueries], places[kQueries], count = 0;
+    auto flush = [&] {
+        Part own[kQueries];
+        for (int q = 0; q < count; ++q) own[q] = parts[(size_t)places[q] * max_stretches + stretch];
+        attend_some<E>(count, some, lengths, layer.keys + at, layer.values + at, 1.0f / std::sqrt((float)E), own);
+        for (int q = 0; q < count; ++q) {
+            parts[(size_t)places[q] * max_stretches + stretch] = own[q];
+            if (positions[places[q] / H] < kStretch) put_together(own + q, 1, E, attended + (size_t)places[q] * E);
+        }
+        count = 0;
+    };
+    for (int n = tile.first_row; n < tile.first_row + tile.num_rows; ++n)
+        for (int head = group * (H / G); head < (group + 1) * (H / G); ++head) {
+            const int length = std::min(positions[n] + 1 - first, kStretch);
+            if (length <= 0) continue;
+            places[count] = n * H + head;
+            some[count] = queries + (size_t)places[count] * E;
+            lengths[count] = length;
+            if (++count == kQueries) flush();
+        }
+    if (count > 0) flush();
+}
 
 }  // namespace
 
@@ -409,6 +685,36 @@ void livedraft_pack_int8(const int8_t* weights, const int* order, int num_output
     pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
 }
 
+// Levels [outputs, inputs] with float16 scales and offsets [outputs, inputs / 32], offsets of 4 bits only.
+void livedraft_pack_blocks(const int8_t* levels, const uint16_t* scales, const uint16_t* offsets, const int* order, int num_outputs,
+                           int num_inputs, int bits, char* blocks, int num_threads) {
+    const int num_blocks = num_inputs / 32, per_word = 32 / bits, header = kSuper * (bits == 4 ? 2 : 1);
+    const size_t bytes = (size_t)kSuper * 4 * bits + 2 * header;
+#pragma omp parallel for num_threads(num_threads)
+    for (int output = 0; output < num_outputs; ++output) {
+        const int lane = output % kSuper, row = order[output];
+        for (int b = 0; b < num_blocks; ++b) {
+            char* block = blocks + ((size_t)(output / kSuper) * num_blocks + b) * bytes;
+            ((uint16_t*)block)[lane] = scales[(size_t)row * num_blocks + b];
+            if (bits == 4) ((uint16_t*)block)[kSuper + lane] = offsets[(size_t)row * num_blocks + b];
+            for (int word = 0; word < bits; ++word) {
+                uint32_t packed = 0;
+                for (int i = 0; i < per_word; ++i) {
+                    const uint32_t level = (uint8_t)levels[(size_t)row * num_inputs + 32 * b + word * per_word + i];
+                    packed |= (level & ((1u << bits) - 1)) << (bits * i);
+                }
+                ((uint32_t*)(block + 2 * header))[word * kSuper + lane] = packed;
+            }
+        }
+    }
+}
+
+// Bytes of packed blocks for so many outputs, padded to whole super-blocks.
+int64_t livedraft_block_bytes(int num_outputs, int num_inputs, int bits) {
+    const int64_t bytes = bits == 4 ? Block<4>::kBytes : Block<8>::kBytes;
+    return (int64_t)((num_outputs + kSuper - 1) / kSuper) * (num_inputs / 32) * bytes;
+}
+
 int livedraft_super_block() { return kSuper; }
 
 void* livedraft_workspace() { return new Workspace(); }
@@ -432,12 +738,16 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
     grow(work.attended, (size_t)N * X);
     grow(work.activated, (size_t)N * F);
     grow(work.last, (size_t)std::max(1, num_logits) * D);
-    if ((int)work.scores.size() < num_threads) work.scores.resize(num_threads);
-    for (auto& one : work.scores) grow(one, model.max_length + 16);
+    const int num_items = make_tiles(N, positions, slots, G, work.tiles);
+    int max_stretches = 1;
+    for (const Tile& tile : work.tiles) max_stretches = std::max(max_stretches, tile.num_stretches);
+    const size_t num_parts = (size_t)N * H * max_stretches;
+    grow(work.part_sums, num_parts * E);
+    grow(work.parts, num_parts);
+    for (size_t i = 0; i < num_parts; ++i) work.parts[i].sums = work.part_sums.data() + i * E;
     float* hidden = work.hidden.data();
     float* qkv = work.query_key_value.data();
     Input *normed = work.normed.data(), *queries = work.queries.data(), *attended = work.attended.data();
-    const float scale = 1.0f / std::sqrt((float)E);
 
 #pragma omp parallel num_threads(num_threads)
     {
@@ -463,7 +773,7 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
                 const size_t at = (((size_t)slots[n] * G + g) * model.max_length + positions[n]) * E;
                 if (head < H) {
                     prepare_head(x, layer.query_norm, model, positions[n]);
-                    narrow_row(x, E, queries + (size_t)n * X + (size_t)head * E);
+                    store_query(x, E, queries + (size_t)n * X + (size_t)head * E);
                 } else if (head < H + G) {
                     prepare_head(x, layer.key_norm, model, positions[n]);
                     narrow_row(x, E, layer.keys + at);
@@ -472,20 +782,29 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
                 }
             }
 #pragma omp barrier
-            const Share pairs(N * H, thread, threads);
-            for (int item = pairs.begin; item < pairs.end; ++item) {
-                const int n = item / H, head = item % H;
-                const size_t slot = ((size_t)slots[n] * G + head / (H / G)) * model.max_length * E;
-                const size_t at = (size_t)n * X + (size_t)head * E;
-                float* scores = work.scores[thread].data();
-                const bf16 *keys = layer.keys + slot, *values = layer.values + slot;
-                const int length = positions[n] + 1;
+            const Share items(num_items, thread, threads);
+            const Tile* tile = work.tiles.data();
+            for (int item = items.begin; item < items.end; ++item) {
+                while (item >= tile->first_item + G * tile->num_stretches) ++tile;
+                const int group = (item - tile->first_item) / tile->num_stretches;
+                const int stretch = (item - tile->first_item) % tile->num_stretches;
+                auto run = [&](auto attend_this) {
+                    attend_this(*tile, group, stretch, model, layer, positions, slots[tile->first_row], queries,
+                                work.parts.data(), max_stretches, attended);
+                };
                 switch (E) {
-                    case 32: attend<32>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 64: attend<64>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    case 96: attend<96>(queries + at, keys, values, length, scale, scores, attended + at); break;
-                    default: attend<128>(queries + at, keys, values, length, scale, scores, attended + at); break;
+                    case 32: run(attend_tile<32>); break;
+                    case 64: run(attend_tile<64>); break;
+                    case 96: run(attend_tile<96>); break;
+                    default: run(attend_tile<128>); break;
                 }
+            }
+            if (max_stretches > 1) {
+#pragma omp barrier
+                for (int n = rows.begin; n < rows.end; ++n)
+                    for (int at = n * H; at < (n + 1) * H && positions[n] >= kStretch; ++at)
+                        put_together(work.parts.data() + (size_t)at * max_stretches, positions[n] / kStretch + 1, E,
+                                     attended + (size_t)at * E);
             }
 #pragma omp barrier
             auto add = [&](int n, int output, floats sum) {
