@@ -235,6 +235,14 @@ class Proposal:
     draft_probs_KW: torch.Tensor | None = None
     draft_logits_KW: torch.Tensor | None = None
     draft_to_target_W: torch.Tensor | None = None
+    read_back: Callable[[], None] | None = None
+    """Fills in the ids where they are still on the device; until then draft_token_ids only says how many there are."""
+
+    def settle(self) -> None:
+        """Have the ids here."""
+        if self.read_back is not None:
+            read_back, self.read_back = self.read_back, None
+            read_back()
 
 
 @dataclass(frozen=True, kw_only=True)

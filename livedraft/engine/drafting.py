@@ -92,14 +92,16 @@ class Drafting:
         for resident in self.residents():
             if resident.draft is draft:
                 return resident
-        return Resident(draft, self.new_length_policy(DEFAULT_PRIOR if prior is None else prior))
+        prior = DEFAULT_PRIOR if prior is None else prior
+        return Resident(draft, self.new_length_policy(prior, is_stepwise=draft.is_stepwise))
 
-    def new_length_policy(self, prior: float) -> DraftLengthPolicy:
+    def new_length_policy(self, prior: float, *, is_stepwise: bool = True) -> DraftLengthPolicy:
         return DraftLengthPolicy(
             self._costs,
             max_tokens=self._speculation.max_num_speculative_tokens,
             fixed=self._speculation.num_speculative_tokens,
             prior=prior,
+            is_stepwise=is_stepwise,
         )
 
     def residents(self) -> list[Resident]:

@@ -18,7 +18,7 @@ from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
-from livedraft.engine.tracing import TraceBuilder
+from livedraft.engine.tracing import TeacherRows, TraceBuilder
 from livedraft.events import Events
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
@@ -224,8 +224,9 @@ class Engine:
         proposals = self.drafting.proposals(entries)
         target_logits = self.runner.verify(entries, proposals)
         verdicts = self._verdicts(entries, proposals, target_logits)
-        for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
-            self._commit(entry, proposal, logits_RV, verdict)
+        teachers = self._teacher_rows(entries, target_logits)
+        for parts in zip(entries, proposals, target_logits, teachers, verdicts, strict=True):
+            self._commit(*parts)
         return self._release_finished(entries)
 
     # --- the parts of a round ---------------------------------------------------------------------------------------
@@ -280,7 +281,12 @@ class Engine:
         """None for a request whose prompt is still being written, or that failed. Greedy ones share one argmax over all
         rows; `verify` is its slow twin."""
         best = torch.cat(target_logits).max(-1)  # a row with a NaN has it as its maximum
-        best_logits, choices = best.values.tolist(), best.indices.tolist()
+        # Together: on a GPU this is where the host waits, once a round.
+        best_logits, best_ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
+        choices = [int(token) for token in best_ids]
+        for one in proposals:
+            if one is not None:
+                one.settle()
         verdicts: list[Verdict | None] = []
         end = 0
         for entry, proposal, logits_RV in zip(entries, proposals, target_logits, strict=True):
@@ -308,8 +314,28 @@ class Engine:
             _require_finite(logits_RV.amax(-1).tolist())  # something must be allowed
         return verify(logits_RV, proposal, sampling, state.seed, state.num_output_tokens)
 
+    @staticmethod
+    def _teacher_rows(entries: list[RoundEntry], target_logits: list[torch.Tensor]) -> list[TeacherRows | None]:
+        """For the requests that keep a trace, taken together."""
+        traced = [logits_RV for entry, logits_RV in zip(entries, target_logits, strict=True) if entry.state.trace]
+        rows = TeacherRows.of(torch.cat(traced)) if traced else None
+        teachers: list[TeacherRows | None] = []
+        end = 0
+        for entry, logits_RV in zip(entries, target_logits, strict=True):
+            if rows is None or entry.state.trace is None:
+                teachers.append(None)
+                continue
+            start, end = end, end + logits_RV.shape[0]
+            teachers.append(rows[start:end])
+        return teachers
+
     def _commit(
-        self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor, verdict: Verdict | None
+        self,
+        entry: RoundEntry,
+        proposal: Proposal | None,
+        logits_RV: torch.Tensor,
+        teacher: TeacherRows | None,
+        verdict: Verdict | None,
     ) -> None:
         """Append the verdict's tokens, trimmed where the request ends, with all that runs parallel; rewind the caches."""
         state = entry.state
@@ -323,9 +349,10 @@ class Engine:
             num_accepted = min(verdict.num_accepted, len(output))
             self._append(state, output, logits_RV)
             self._count(state, proposal, verdict, num_accepted, len(output))
-            if state.trace is not None:
+            if state.trace is not None and teacher is not None:
                 state.trace.add_round(
                     target_logits_RV=logits_RV,
+                    teacher=teacher,
                     proposal=proposal,
                     num_accepted=num_accepted,
                     num_committed=len(output),

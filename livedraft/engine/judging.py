@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from livedraft.engine.request import RequestState
-from livedraft.engine.tracing import TraceBuilder
+from livedraft.engine.tracing import TeacherRows, TraceBuilder
 from livedraft.models.step import ModelStep
 from livedraft.records import Request, Trace
 
@@ -43,6 +43,7 @@ def judged_trace(
         if rows:
             builder.add_round(
                 target_logits_RV=output.logits_RV,
+                teacher=TeacherRows.of(output.logits_RV),
                 proposal=None,
                 num_accepted=0,
                 num_committed=len(rows),

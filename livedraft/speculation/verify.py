@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import torch
 
+from livedraft.device import on_device
 from livedraft.records import Proposal, SamplingParams, Verdict
 from livedraft.sampling import ACCEPT, RECOVER, draw, filtered_logits, gumbel_noise, logits_to_probs, uniform
 
@@ -83,20 +84,28 @@ def verify_by_rejection(
 ) -> Verdict:
     """Steps (1) to (3) of the module's story."""
     output: list[int] = []
-    for row, token in enumerate(proposal.draft_token_ids if proposal else []):
+    drafted = proposal.draft_token_ids if proposal else []
+    target_probs = _chosen(target_probs_RV[: len(drafted)], drafted)
+    draft_probs = [1.0] * len(drafted)
+    if proposal is not None and proposal.draft_probs_KW is not None:
+        draft_probs = _chosen(proposal.draft_probs_KW, proposal.draft_row_ids)
+    for row, (token, target_prob, draft_prob) in enumerate(zip(drafted, target_probs, draft_probs, strict=True)):
         position = first_position + row
-        assert proposal is not None
-        target_prob = target_probs_RV[row, token].item()
-        draft_prob = 1.0
-        if proposal.draft_probs_KW is not None:
-            draft_prob = proposal.draft_probs_KW[row, proposal.draft_row_ids[row]].item()
         if uniform(seed, position, ACCEPT) * draft_prob < target_prob:
             output.append(token)
             continue
+        assert proposal is not None
         recovered = draw(residual(target_probs_RV[row], proposal, row), uniform(seed, position, RECOVER))
         return Verdict(num_accepted=row, output_token_ids=[*output, recovered])
     bonus = draw(target_probs_RV[-1], uniform(seed, first_position + len(output), RECOVER))
     return Verdict(num_accepted=len(output), output_token_ids=[*output, bonus])
+
+
+def _chosen(probs_RV: torch.Tensor, columns_R: list[int]) -> list[float]:
+    """One number of each row, read together: on a GPU every reading waits."""
+    if not columns_R:
+        return []
+    return probs_RV.gather(-1, on_device(columns_R, probs_RV.device)[:, None])[:, 0].tolist()
 
 
 def residual(target_probs_V: torch.Tensor, proposal: Proposal, row: int) -> torch.Tensor:
