@@ -81,11 +81,11 @@ def num_available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64; on CUDA copied from pinned memory, so that the host does not wait for what the device is doing."""
+def on_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """On CUDA copied from pinned memory, so that the host does not wait for what the device is doing."""
     if device.type != "cuda":
-        return torch.tensor(values, device=device)
-    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from livedraft.drafts.weights import (
 )
 from livedraft.events import Events
 from livedraft.models.decoder import Decoder
+from livedraft.models.graphs import on_own_stream
 from livedraft.models.hf_runtime import HFRuntime, max_positions_of, module_of_config
 from livedraft.models.native import fitted, make_decoder
 from livedraft.models.open import OpenModel, open_model
@@ -128,11 +129,13 @@ class DraftSource:
             runtime = HFRuntime(module, num_slots=target.num_slots, max_length=max_length, device=path.device)
         else:
             assert config is not None
-            laid_out = serving_weights(weights, native.weights if native else None, path, config)
             if self._slots is not None:
-                return self._slots.lend(
-                    config, laid_out, weights.draft_to_target_W, version=version, keep_logits=self.learns
-                )
+                with on_own_stream(path.device):
+                    laid_out = serving_weights(weights, native.weights if native else None, path, config)
+                    return self._slots.lend(
+                        config, laid_out, weights.draft_to_target_W, version=version, keep_logits=self.learns
+                    )
+            laid_out = serving_weights(weights, native.weights if native else None, path, config)
             max_length = min(target.max_length, config.max_positions)
             runtime = make_decoder(config, laid_out, path, num_slots=target.num_slots, max_length=max_length)
         return DraftModel(

@@ -101,6 +101,11 @@ class SamplingParams:
         return self.temperature < 1e-6
 
     @property
+    def is_unseeded(self) -> bool:
+        """Drawn at a temperature, with random numbers of the engine's own."""
+        return not self.is_greedy and self.seed is None
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 

@@ -26,11 +26,16 @@ class Contender:
         return self._drafting.service.lengths.best(1) if self._drafting.service else 0
 
     def __call__(self, prompt: list[int]) -> list[int]:
+        return self.answer_all([prompt])[0]
+
+    def answer_all(self, prompts: list[list[int]]) -> list[list[int]]:
+        """All of them together."""
         engine = self._llm.engine
         before = engine.drafting, engine.stats, engine.prefixes
         engine.drafting, engine.stats = self._drafting, self.stats
         engine.prefixes = self._no_reuse
         try:
-            return self._llm.generate([prompt], self._sampling, store=False)[0].token_ids
+            outputs = self._llm.generate(prompts, self._sampling, store=False)
+            return [output.token_ids for output in outputs]
         finally:
             engine.drafting, engine.stats, engine.prefixes = before

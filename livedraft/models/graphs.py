@@ -15,7 +15,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -66,6 +67,19 @@ class CudaGraphs:
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
         return graph.replay
+
+
+@contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """For filling weights while requests run: their rounds are not held up, and all is there at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 @functools.lru_cache(maxsize=4)

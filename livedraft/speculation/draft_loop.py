@@ -100,29 +100,18 @@ class DraftLoop:
 
     @torch.inference_mode()
     def load(self, weights: DecoderWeights, draft_to_target_W: torch.Tensor) -> None:
-        """In place, while nobody drafts with this slot. On its own stream: a round that runs meanwhile is not held up."""
+        """In place, while nobody drafts with this slot."""
         own, W = self.decoder.weights, len(draft_to_target_W)
         self.draft_to_target_W = draft_to_target_W
-
-        def overwrite() -> None:
-            own.head.weight.zero_()
-            own.head.weight[:W].copy_(weights.head.weight)
-            others = weight_tensors(replace(own, head=weights.head)), weight_tensors(weights)
-            for ours, theirs in zip(*others, strict=True):
-                if ours is not theirs:
-                    ours.copy_(theirs)
-            self._target_ids_C[:W].copy_(draft_to_target_W)
-            self._is_padding_C.fill_(True)
-            self._is_padding_C[:W] = False
-
-        if self.decoder.device.type != "cuda":
-            overwrite()
-            return
-        stream = torch.cuda.Stream(self.decoder.device)
-        stream.wait_stream(torch.cuda.current_stream())  # the new weights may still be on their way
-        with torch.cuda.stream(stream):
-            overwrite()
-        stream.synchronize()
+        own.head.weight.zero_()
+        own.head.weight[:W].copy_(weights.head.weight)
+        others = weight_tensors(replace(own, head=weights.head)), weight_tensors(weights)
+        for ours, theirs in zip(*others, strict=True):
+            if ours is not theirs:
+                ours.copy_(theirs)
+        self._target_ids_C[:W].copy_(draft_to_target_W)
+        self._is_padding_C.fill_(True)
+        self._is_padding_C[:W] = False
 
     @torch.inference_mode()
     def _loop(self, kind: int, B: int, k: int, T: int) -> None:

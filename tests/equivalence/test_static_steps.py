@@ -181,6 +181,28 @@ def test_a_greedy_round_waits_for_the_device_once(monkeypatch):
     assert waits[1][1] == (4 * 4,)
 
 
+def test_reading_together_what_was_drawn_changes_nothing():
+    """Unseeded requests beside others, with seeds of the engine's own held fixed."""
+    outputs = []
+    for reads_together in (False, True):
+        served = static_engine(0.1, k=4)
+        served.reads_together = reads_together
+        modes = [
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_k": 9},
+            {"temperature": 1.0, "presence_penalty": 1.0},
+            {},
+        ]
+        states = [served.add_request(request(p, i, **m)) for i, (p, m) in enumerate(zip(PROMPTS, modes))]
+        for index, state in enumerate(states):
+            state.seed = 50 + index
+        while served.has_work:
+            served.step()
+        outputs.append([state.output_token_ids for state in states])
+        assert served.stats.num_accepted_tokens > 0
+    assert outputs[0] == outputs[1]
+
+
 def test_costs_are_measured_on_shapes_a_round_has():
     served = static_engine(0.1, costs=None, k=None)
     costs = served.costs

@@ -109,7 +109,7 @@ def test_a_chosen_answer_is_not_overwritten_by_the_next_step():
     assert torch.equal(first, kept)
 
 
-@pytest.mark.parametrize("most_rows", [512, 1])
+@pytest.mark.parametrize("most_rows", [512, 5])
 def test_tokens_that_are_still_on_the_device(most_rows, monkeypatch):
     """Also where the ladder ends before, and the plain decoder runs."""
     monkeypatch.setattr("livedraft.models.static_decoder._MOST_ROWS", most_rows)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from livedraft.drafts.weights import DraftWeights
+from livedraft.drafts.weights import DraftWeights, draft_from_model
 from livedraft.models.static_decoder import UNKNOWN
 from livedraft.records import SamplingParams
 from livedraft.sampling import draw, draw_rows
@@ -211,6 +211,19 @@ def test_a_draft_of_another_shape_gets_a_slot_of_its_own():
     draft = looped_draft(weights, target, slots)
     assert slots.num_slots == 2
     assert_same(draft.propose([task([3, 9], 4)]), draft_model(weights, decoder(MODEL)).propose([task([3, 9], 4)]))
+
+
+def test_a_whole_model_keeps_its_own_embedding():
+    """Beside the target's: a slot for layers of the target is none for it."""
+    target = static_decoder(MODEL)
+    slots = DraftSlots(target)
+    looped_draft(WEIGHTS, target, slots)
+    for seed in (5, 6):
+        weights = draft_from_model(random_model(seed=seed), VOCABULARY_SIZE)
+        draft = looped_draft(weights, target, slots)
+        assert_same(draft.propose([task([3, 9], 4)]), draft_model(weights, decoder(MODEL)).propose([task([3, 9], 4)]))
+        assert slots.num_slots == 2
+        del draft
 
 
 def test_the_weights_given_are_not_the_slots_own():
