@@ -27,8 +27,9 @@ from livedraft.device import choose_execution_path
 from livedraft.drafts.database import read_status
 from livedraft.llm import LLM
 from livedraft.models.config import ModelConfig
-from livedraft.models.decoder import DecoderWeights, GatedLinear, LayerWeights, Linear, weight_tensors
-from livedraft.models.graphs import capture_on
+from livedraft.models.decoder import weight_tensors
+from livedraft.models.load import LoadedModel, build_weights, expected_shapes
+from livedraft.models.native import make_decoder
 from livedraft.models.static_decoder import StaticDecoder
 from livedraft.records import SamplingParams
 
@@ -273,17 +274,15 @@ def _large_model(add: Add, has_gpu: bool) -> None:
     if not has_gpu:
         add(name, None, bar, None, "skipped: no GPU")
         return
-    device = choose_execution_path().device
     free = torch.cuda.mem_get_info()[0]
-    if free < 6 * _LARGE_BYTES:
-        add(name, None, bar, None, f"skipped: {free / 2**30:.0f} GiB of GPU memory are free, 24 are needed")
+    if free < 8 * _LARGE_BYTES:
+        add(name, None, bar, None, f"skipped: {free / 2**30:.0f} GiB of GPU memory are free, 32 are needed")
         return
-    rate = _bytes_per_second(device)
-    weights = random_weights(_SEVEN_B, torch.bfloat16, device)
-    decoder = StaticDecoder(
-        _SEVEN_B, weights, num_slots=1, max_length=256, dtype=torch.bfloat16, device=device, capture=capture_on(device),
-        seconds=5.0,
-    )  # fmt: skip
+    rate = _bytes_per_second()
+    path = choose_execution_path("bfloat16")
+    weights = build_weights(random_model(_SEVEN_B, path.dtype, path.device), path)
+    decoder = make_decoder(_SEVEN_B, weights, path, num_slots=1, max_length=256)
+    assert isinstance(decoder, StaticDecoder)
     found = decoder.ladder.covering((1, 1, 128))
     assert found is not None
     seconds = _replayed_seconds(found[1])
@@ -293,31 +292,18 @@ def _large_model(add: Add, has_gpu: bool) -> None:
     add(name, round(share, 3), bar, share >= 0.75, note)
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Of this shape, made on the device."""
-    D, F, E, V = config.width, config.feed_forward_width, config.head_width, config.vocabulary_size
-    H, G = config.num_heads, config.num_kv_heads
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0.0, 0.02)
-
-    def ones() -> torch.Tensor:
-        return torch.ones(D, dtype=dtype, device=device)
-
-    layers = [
-        LayerWeights(
-            attention_norm_D=ones(), query_key_value=Linear(matrix((H + 2 * G) * E, D)),
-            attention_output=Linear(matrix(D, H * E)), feed_forward_norm_D=ones(),
-            gate_up=GatedLinear(matrix(2 * F, D)), down=Linear(matrix(D, F)),
-        )
-        for _ in range(config.num_layers)
-    ]  # fmt: skip
-    return DecoderWeights(embedding_VD=matrix(V, D), layers=layers, final_norm_D=ones(), head=Linear(matrix(V, D)))
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+        for name, shape in expected_shapes(config).items()
+    }
+    return LoadedModel(config=config, tensors=tensors, fingerprint="random")
 
 
-def _bytes_per_second(device: torch.device) -> float:
+def _bytes_per_second() -> float:
     """Of memory: copying reads and writes every byte."""
-    source = torch.zeros(_LARGE_BYTES // 2, dtype=torch.bfloat16, device=device)
+    source = torch.zeros(_LARGE_BYTES // 2, dtype=torch.bfloat16, device="cuda")
     copy = torch.empty_like(source)
     return 2 * _LARGE_BYTES / _replayed_seconds(lambda: copy.copy_(source))
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from livedraft.bench import gpu
-from livedraft.models.graphs import EagerReplay
-from livedraft.models.static_decoder import StaticDecoder
-from tests.tiny import TINY
+from tests.tiny import TINY, static_decoder
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,14 +45,6 @@ def test_the_table_comes_last(model_folder, monkeypatch, capsys):
 
 
 def test_random_weights_have_a_models_shape():
-    weights = gpu.random_weights(TINY, torch.float32, torch.device("cpu"))
-    step = StaticDecoder(
-        TINY,
-        weights,
-        num_slots=1,
-        max_length=32,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        capture=EagerReplay(),
-    )
+    model = gpu.random_model(TINY, torch.float32, torch.device("cpu"))
+    step = static_decoder(model)
     assert step.forward([1, 2], [0, 1], [0, 0], [0, 1]).logits_RV.isfinite().all()

@@ -96,7 +96,7 @@ def test_swaps_into_slots_used_before(mode):
 
 def test_requests_that_join_and_leave_and_begin_alike():
     """Nine requests over two slots and two more that keep beginnings, chunked prefill of three tokens a round."""
-    beginning = [5, 9, 3, 17, 33, 2, 8, 41]
+    beginning = [(7 * i) % 60 for i in range(40)]
     prompts = [[*beginning, i, 7] if i % 2 else [*PROMPTS[i % 4], i] for i in range(9)]
     lengths = [3, 20, 1, 9, 14, 2, 6, 30, 5]
     config = EngineConfig(max_num_seqs=2, max_model_len=128, prefill_token_budget=3)
@@ -156,7 +156,7 @@ def test_traces_are_those_of_the_plain_steps():
             if hasattr(value, "dtype"):
                 ours = getattr(got, name)
                 assert ours.dtype == value.dtype and ours.shape == value.shape, name
-                assert torch.allclose(torch.tensor(ours).float(), torch.tensor(value).float(), atol=2e-3), name
+                assert torch.allclose(torch.tensor(ours).float(), torch.tensor(value).float(), atol=2e-2), name
 
 
 def test_a_greedy_round_waits_for_the_device_once(monkeypatch):
