@@ -24,16 +24,20 @@ from livedraft.drafts.weights import (
 )
 from livedraft.events import Events
 from livedraft.models.decoder import Decoder
+from livedraft.models.graphs import on_own_stream
 from livedraft.models.hf_runtime import HFRuntime, max_positions_of, module_of_config
 from livedraft.models.native import fitted, make_decoder
 from livedraft.models.open import OpenModel, open_model
+from livedraft.models.static_decoder import StaticDecoder
 from livedraft.models.step import ModelStep
 from livedraft.records import DEFAULT_ROUTE, DraftVersion, UserError
+from livedraft.speculation.draft_loop import DraftSlots
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.tokenizer import Tokenizer, load_tokenizer
 
 UNTRAINED = "untrained"
 """The version name of a draft made of the target's first layers."""
+_SPARE_SLOTS = 2
 _BARE_PRIOR = 0.05
 """Its acceptance on GSM8K and on the demo's stream is .06 to .07: too little to draft for, so only probes do."""
 
@@ -83,6 +87,12 @@ class DraftSource:
     ) -> None:
         self.target, self.path, self.tokenizer, self.target_fingerprint = target, path, tokenizer, target_fingerprint
         self.registry, self.events, self.learns, self._untrained = registry, events, learns, untrained
+        self._slots = DraftSlots(target) if isinstance(target, StaticDecoder) else None
+
+    def reserve_slots(self) -> None:
+        """Where a swap needs a slot that is ready: room for a canary and for the version after it."""
+        if self._slots is not None:
+            self._slots.reserve(_SPARE_SLOTS)
 
     def resident(self, version_id: str) -> DraftModel:
         """A version, "untrained", or a whole small model, loaded and laid out for serving, with its own empty cache."""
@@ -118,6 +128,12 @@ class DraftSource:
             runtime = HFRuntime(module, num_slots=target.num_slots, max_length=max_length, device=path.device)
         else:
             assert config is not None
+            if self._slots is not None:
+                with on_own_stream(path.device):
+                    laid_out = serving_weights(weights, native.weights if native else None, path, config)
+                    return self._slots.lend(
+                        config, laid_out, weights.draft_to_target_W, version=version, keep_logits=self.learns
+                    )
             laid_out = serving_weights(weights, native.weights if native else None, path, config)
             max_length = min(target.max_length, config.max_positions)
             runtime = make_decoder(config, laid_out, path, num_slots=target.num_slots, max_length=max_length)

@@ -78,6 +78,7 @@ _SENTENCES = {
     "round_failed": "A round failed and its requests were answered with an error: {reason}",
     "request_failed": "Request {request} failed: {reason}",
     "little_to_learn": "Only rejected proposals teach, and a poor draft proposes nothing; fix num_speculative_tokens.",
+    "traces_failed": "What a round taught could not be kept, and its requests leave no trace: {reason}",
     "finish_failed": "Something failed after request {request} was answered: {reason}",
     "slots_reduced": "Memory holds {max_num_seqs} requests together instead of {asked}.",
 }

@@ -25,6 +25,7 @@ from livedraft.config import EngineConfig, LearningConfig, RoutingConfig, Specul
 from livedraft.device import (
     ExecutionPath,
     choose_execution_path,
+    device_errors,
     num_available_cores,
     use_threads,
 )
@@ -81,7 +82,8 @@ class LLM:
 
     model: a pulled name, a Hugging Face folder or a GGUF file. draft: "auto" (the version in service in `state`, else an
     untrained one), "none" (plain decoding), "untrained", a version id, a folder with draft.safetensors, or a whole small model
-    with the target's tokenizer. quantization: "none", "int8" or "int4", as in ModelSettings. state: the folder of drafts and
+    with the target's tokenizer. quantization: "none", "int8" or "int4", as in ModelSettings. graphs: padded steps of fixed
+    shapes, replayed as CUDA graphs; None has them on CUDA, True also without a GPU, slower. state: the folder of drafts and
     traces; without one nothing is kept. learn: train on what is served (needs `state`). Raises UserError or ValueError with
     one sentence when something does not fit.
 
@@ -99,6 +101,7 @@ class LLM:
         dtype: str = "auto",
         quantization: str = "none",
         device: str = "auto",
+        graphs: bool | None = None,
         num_threads: int | None = None,
         engine: EngineConfig | None = None,
         speculation: SpeculationConfig | None = None,
@@ -128,16 +131,21 @@ class LLM:
         self.upkeep: Upkeep | None = None
         self.trainer: TrainerProcess | None = None
         use_threads(num_threads or num_available_cores())
-        path = with_kernels(choose_execution_path(dtype, device), dtype)
+        path = choose_execution_path(dtype, device)
+        if graphs is None:
+            path = with_kernels(path, dtype)
+        else:
+            path = replace(path, is_graphed=graphs, is_prepacked=False)
         self._draft_path = quantized(path, self._speculation.draft_quantization)
         try:
-            self._open(
-                model,
-                quantized(path, quantization),
-                draft,
-                None if state is None else Path(state),
-                engine or EngineConfig(),
-            )
+            with device_errors(path.device):
+                self._open(
+                    model,
+                    quantized(path, quantization),
+                    draft,
+                    None if state is None else Path(state),
+                    engine or EngineConfig(),
+                )
         except BaseException:
             self.close()  # a failed start must not keep the state folder's lock, nor a thread
             raise
@@ -213,6 +221,7 @@ class LLM:
         if self.registry is not None and serving is not None and serving.id == self.engine.draft_version:
             assert self.upkeep is not None
             self.upkeep.start(forget_prefixes=self.engine.forget_prefixes, report=self.serving_report, save=save)
+            self._drafts.reserve_slots()
             self.swap = SwapWatcher(
                 self.engine,
                 self.registry,

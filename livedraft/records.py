@@ -103,6 +103,11 @@ class SamplingParams:
         return self.temperature < 1e-6
 
     @property
+    def is_unseeded(self) -> bool:
+        """Drawn at a temperature, with random numbers of the engine's own."""
+        return not self.is_greedy and self.seed is None
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
@@ -252,6 +257,14 @@ class Proposal:
     draft_probs_KW: torch.Tensor | None = None
     draft_logits_KW: torch.Tensor | None = None
     draft_to_target_W: torch.Tensor | None = None
+    read_back: Callable[[], None] | None = None
+    """Fills in the ids where they are still on the device; until then draft_token_ids only says how many there are."""
+
+    def settle(self) -> None:
+        """Have the ids here."""
+        if self.read_back is not None:
+            read_back, self.read_back = self.read_back, None
+            read_back()
 
 
 @dataclass(frozen=True, kw_only=True)

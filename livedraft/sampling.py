@@ -33,8 +33,7 @@ def filtered_logits(logits_RV: torch.Tensor, sampling: SamplingParams) -> torch.
     """Logits after temperature, with everything top_k, top_p and min_p exclude at -inf. Temperature must not be 0."""
     assert not sampling.is_greedy
     V = logits_RV.shape[-1]
-    # Shifted first: a tiny temperature must not overflow.
-    logits_RV = (logits_RV.float() - logits_RV.amax(-1, keepdim=True)) / sampling.temperature
+    logits_RV = at_temperature(logits_RV, sampling.temperature)
     if 0 < sampling.top_k < V:
         threshold_R1 = logits_RV.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
@@ -49,6 +48,11 @@ def filtered_logits(logits_RV: torch.Tensor, sampling: SamplingParams) -> torch.
         # Logits are relative to the maximum already: p >= min_p * p_max is logit >= log(min_p).
         logits_RV = logits_RV.masked_fill(logits_RV < torch.tensor(sampling.min_p).log().item(), -torch.inf)
     return logits_RV
+
+
+def at_temperature(logits_RV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+    """Relative to each row's maximum, which a tiny temperature must not overflow; a tensor is [R, 1]."""
+    return (logits_RV.float() - logits_RV.amax(-1, keepdim=True)) / temperature
 
 
 def counter_key(seed: int, position: int, purpose: int) -> int:
@@ -79,6 +83,17 @@ def draw(probs_V: torch.Tensor, u: float) -> int:
     if index >= len(probs_V) or probs_V[index] <= 0.0:
         index = int(torch.searchsorted(cumulative_V, total, right=False))  # the last token with mass
     return index
+
+
+def draw_rows(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+    """`draw` for each row, without reading anything back: int64 [R]. A row without mass gives some token or other."""
+    cumulative_RV = probs_RV.double().cumsum(-1)
+    total_R1 = cumulative_RV[:, -1:]
+    index_R = (cumulative_RV <= u_R[:, None] * total_R1).sum(-1)
+    last_R = (cumulative_RV < total_R1).sum(-1)  # the last token with mass
+    inside_R = index_R.clamp(max=probs_RV.shape[-1] - 1)
+    has_mass_R = (inside_R == index_R) & (probs_RV.gather(-1, inside_R[:, None])[:, 0] > 0.0)
+    return torch.where(has_mass_R, index_R, last_R).clamp(max=probs_RV.shape[-1] - 1)
 
 
 def gumbel_noise(seed: int, positions: Sequence[int], vocabulary_size: int) -> torch.Tensor:

@@ -97,3 +97,20 @@ def test_a_restart_remembers_what_was_said_and_a_deletion_forgets_it(model_folde
     delete_traces(tmp_path, None)
     with LLM(str(model_folder), **options) as llm:
         assert texts(llm) == 0
+
+
+def test_padded_steps_say_what_the_plain_ones_say(model_folder, tmp_path):
+    """With learning on, so that swaps find slots that are ready."""
+    outputs = {}
+    for graphs in (False, True):
+        options = {"dtype": "float32", "num_threads": 1, "graphs": graphs, "device": "cpu", "draft": "untrained"}
+        with LLM(str(model_folder), state=tmp_path / str(graphs), learn=True, **options) as llm:
+            assert ("padded steps" in llm.path.description) == graphs
+            if graphs:
+                assert llm.resident_draft("untrained").is_stepwise is False
+                assert llm._drafts._slots.num_slots == 3
+            prompts = ["hello", "a b c d", "The quick brown fox"]
+            sampling = SamplingParams(max_tokens=24, ignore_eos=True)
+            outputs[graphs] = [one.token_ids for one in llm.generate(prompts, sampling)]
+            outputs[graphs] += [llm.generate(prompt, sampling)[0].token_ids for prompt in prompts]
+    assert outputs[True] == outputs[False]

@@ -13,9 +13,12 @@ from livedraft.engine.engine import Engine
 from livedraft.events import Events
 from livedraft.models.config import ModelConfig, RopeScaling
 from livedraft.models.decoder import Decoder
+from livedraft.models.graphs import Capture, EagerReplay
 from livedraft.models.load import LoadedModel, build_weights, expected_shapes
+from livedraft.models.static_decoder import StaticDecoder
 from livedraft.records import Request, SamplingParams
 from livedraft.speculation.draft_length import CostModel
+from livedraft.speculation.draft_loop import DraftSlots, LoopedDraftModel
 from livedraft.speculation.draft_model import DraftModel
 
 FLOAT32 = ExecutionPath(device=torch.device("cpu"), dtype=torch.float32, is_prepacked=False)
@@ -103,6 +106,32 @@ def draft_model(
         version=version,
         keep_logits=keep_logits,
     )
+
+
+def static_decoder(
+    model: LoadedModel, *, num_slots: int = 4, max_length: int = 128, capture: Capture | None = None, **options: object
+) -> StaticDecoder:
+    """As `decoder`, in padded steps."""
+    return StaticDecoder(
+        model.config,
+        build_weights(model, FLOAT32),
+        num_slots=num_slots,
+        max_length=max_length,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        capture=capture or EagerReplay(),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def looped_draft(
+    weights: DraftWeights, target: StaticDecoder, slots: DraftSlots | None = None, *, version: str = "v1",
+    keep_logits: bool = False,
+) -> LoopedDraftModel:  # fmt: skip
+    return (slots or DraftSlots(target)).lend(
+        target.config, serving_weights(weights, target.weights, FLOAT32, target.config), weights.draft_to_target_W,
+        version=version, keep_logits=keep_logits,
+    )  # fmt: skip
 
 
 def engine(target: Decoder, draft: DraftModel | None, *, k: int | None = 3, **options: object) -> Engine:

@@ -211,6 +211,21 @@ def bench_unhelpful(
     )  # fmt: skip
 
 
+@bench_app.command("gpu")
+def bench_gpu(
+    draft: Annotated[
+        str, typer.Option(help="A learned draft's folder; left out, an untrained one, and its speed is not judged.")
+    ] = "untrained",
+    model: Model = DEFAULT_MODEL,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Everything promised of a GPU, in five minutes, table last. Runs without one too, in reduced sizes, and says so."""
+    from livedraft.bench.gpu import run
+
+    run(draft=draft, model=model, threads=threads, as_json=as_json)
+
+
 @bench_app.command("serve")
 def bench_serve(
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16",

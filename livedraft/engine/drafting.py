@@ -117,14 +117,16 @@ class Drafting:
         for resident in route.residents():
             if resident.draft is draft:
                 return resident
-        return Resident(draft, self.new_length_policy(DEFAULT_PRIOR if prior is None else prior))
+        prior = DEFAULT_PRIOR if prior is None else prior
+        return Resident(draft, self.new_length_policy(prior, is_stepwise=draft.is_stepwise))
 
-    def new_length_policy(self, prior: float) -> DraftLengthPolicy:
+    def new_length_policy(self, prior: float, *, is_stepwise: bool = True) -> DraftLengthPolicy:
         return DraftLengthPolicy(
             self._costs,
             max_tokens=self._speculation.max_num_speculative_tokens,
             fixed=self._speculation.num_speculative_tokens,
             prior=prior,
+            is_stepwise=is_stepwise,
         )
 
     def _list_residents(self) -> None:

@@ -6,6 +6,7 @@ through `offer_draft` and taken up between rounds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from livedraft.engine.prefix_cache import PrefixCache
 from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
-from livedraft.engine.tracing import TraceBuilder
+from livedraft.engine.tracing import TraceBuilder, TracedRound, record_rounds
 from livedraft.events import Events
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
@@ -33,7 +34,7 @@ from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
 from livedraft.speculation.suffix import VERSION as SUFFIX
 from livedraft.speculation.suffix import SuffixMatcher, Traffic
-from livedraft.speculation.verify import verify, verify_exact
+from livedraft.speculation.verify import verify, verify_exact, verify_together
 from livedraft.tokenizer import TextStream
 
 logger = logging.getLogger("livedraft")
@@ -78,6 +79,9 @@ class Engine:
         self.estimate = PlainEstimate(self.costs)
         self.drafting = self.new_drafting(draft, prior)
         self.stats = SpeculationStats()
+        self.reads_together = target.device.type == "cuda"
+        """Whether reading a number back is dear, so that some are computed that may not be needed."""
+        self._traced: list[tuple[RequestState, TracedRound]] = []
         self.stats_by_version: dict[tuple[str, str], SpeculationStats] = {}
         """By (route whose draft it was, version): what each version's own proposals came to."""
         self._text_stream = text_stream
@@ -156,6 +160,7 @@ class Engine:
             logger.exception("A round failed; its requests are answered with an error.")
             self.events.emit("round_failed", reason=f"{type(error).__name__}: {error}")
             failed = list(self.scheduler.running)
+            self._traced = []
             for state in failed:
                 state.error = _FAILED
                 self._finish(state, "error")
@@ -225,10 +230,14 @@ class Engine:
         proposals = self.drafting.proposals(entries)
         num_emitted = self.stats.num_emitted_tokens
         target_logits = self.runner.verify(entries, proposals)
+        for entry in entries:
+            if entry.state.trace is not None:
+                entry.state.trace.take_in()  # of the round before, while a GPU works on this one
         verdicts = self._verdicts(entries, proposals, target_logits)
-        for entry, proposal, logits_RV, verdict in zip(entries, proposals, target_logits, verdicts, strict=True):
-            self._commit(entry, proposal, logits_RV, verdict)
+        for parts in zip(entries, proposals, target_logits, verdicts, strict=True):
+            self._commit(*parts)
         self.estimate.record(entries, proposals, self.stats.num_emitted_tokens - num_emitted)
+        self._record_traces()
         return self._release_finished(entries)
 
     # --- the parts of a round ---------------------------------------------------------------------------------------
@@ -283,21 +292,46 @@ class Engine:
         """None for a request whose prompt is still being written, or that failed. Greedy ones share one argmax over all
         rows; `verify` is its slow twin."""
         best = torch.cat(target_logits).max(-1)  # a row with a NaN has it as its maximum
-        best_logits, choices = best.values.tolist(), best.indices.tolist()
+        # Together: on a GPU this is where the host waits, once a round.
+        best_logits, best_ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
+        choices = [int(token) for token in best_ids]
+        for one in proposals:
+            if one is not None:
+                one.settle()
+        drawn = self._drawn_together(entries, proposals, target_logits) if self.reads_together else {}
         verdicts: list[Verdict | None] = []
         end = 0
-        for entry, proposal, logits_RV in zip(entries, proposals, target_logits, strict=True):
+        for index, (entry, proposal, logits_RV) in enumerate(zip(entries, proposals, target_logits, strict=True)):
             start, end = end, end + logits_RV.shape[0]
             if end == start:
                 verdicts.append(None)
                 continue
             try:
                 _require_finite(best_logits[start:end])
-                verdicts.append(self._verdict(entry.state, proposal, logits_RV, choices[start:end]))
+                verdict = drawn.get(index) or self._verdict(entry.state, proposal, logits_RV, choices[start:end])
+                verdicts.append(verdict)
             except Exception as error:  # this request's own numbers or grammar; the others go on
                 self._fail(entry.state, error)
                 verdicts.append(None)
         return verdicts
+
+    @staticmethod
+    def _drawn_together(
+        entries: list[RoundEntry], proposals: list[Proposal | None], target_logits: list[torch.Tensor]
+    ) -> dict[int, Verdict]:
+        """By place: of requests drawn at a temperature without a seed. Where one's numbers fail, each is judged alone."""
+        chosen = [
+            index
+            for index, entry in enumerate(entries)
+            if entry.is_decoding and entry.state.prefix is None and entry.state.request.sampling.is_unseeded
+        ]
+        cases = [
+            (target_logits[i], proposals[i], state.request.sampling, state.seed, state.num_output_tokens)
+            for i, state in ((i, entries[i].state) for i in chosen)
+        ]
+        with contextlib.suppress(Exception):
+            return dict(zip(chosen, verify_together(cases), strict=True))
+        return {}
 
     @staticmethod
     def _verdict(
@@ -312,7 +346,11 @@ class Engine:
         return verify(logits_RV, proposal, sampling, state.seed, state.num_output_tokens)
 
     def _commit(
-        self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor, verdict: Verdict | None
+        self,
+        entry: RoundEntry,
+        proposal: Proposal | None,
+        logits_RV: torch.Tensor,
+        verdict: Verdict | None,
     ) -> None:
         """Append the verdict's tokens, trimmed where the request ends, with all that runs parallel; rewind the caches."""
         state = entry.state
@@ -327,7 +365,8 @@ class Engine:
             self._append(state, output, logits_RV)
             self._count(state, proposal, verdict, num_accepted, len(output))
             if state.trace is not None:
-                state.trace.add_round(
+                traced = TracedRound(
+                    trace=state.trace,
                     target_logits_RV=logits_RV,
                     proposal=proposal,
                     num_accepted=num_accepted,
@@ -336,8 +375,20 @@ class Engine:
                     first_position=state.num_output_tokens - len(output),
                     round_number=state.num_rounds - 1,
                 )
+                self._traced.append((state, traced))
         except Exception as error:  # of this request's own making; the others go on
             self._fail(state, error)
+
+    def _record_traces(self) -> None:
+        """Of all that was committed in the round. What fails here costs traces, never an answer."""
+        traced, self._traced = self._traced, []
+        try:
+            record_rounds([one for _, one in traced])
+        except Exception as error:
+            logger.exception("A round's traces could not be kept.")
+            self.events.emit("traces_failed", reason=f"{type(error).__name__}: {error}")
+            for state, _ in traced:
+                state.trace = None
 
     def _append(self, state: RequestState, output: list[int], logits_RV: torch.Tensor) -> None:
         sampling = state.request.sampling

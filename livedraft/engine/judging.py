@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from livedraft.engine.request import RequestState
-from livedraft.engine.tracing import TraceBuilder
+from livedraft.engine.tracing import TraceBuilder, TracedRound, record_rounds
 from livedraft.models.step import ModelStep
 from livedraft.records import Request, Trace
 
@@ -41,7 +41,8 @@ def judged_trace(
         rows = [row for row in range(len(tokens)) if start + row >= first_output - 1]
         output = target.forward(tokens, list(range(start, start + len(tokens))), [0] * len(tokens), rows)
         if rows:
-            builder.add_round(
+            one = TracedRound(
+                trace=builder,
                 target_logits_RV=output.logits_RV,
                 proposal=None,
                 num_accepted=0,
@@ -50,5 +51,6 @@ def judged_trace(
                 first_position=position,
                 round_number=position,
             )
+            record_rounds([one])
             position += len(rows)
     return builder.finish(state, target_fingerprint)

@@ -45,7 +45,10 @@ class Runner:
         if not chosen:
             return proposals
         tasks = [_task(entries[index], lengths[index], acceptance_of) for index in chosen]
-        for index, proposal in zip(chosen, proposer.propose(tasks), strict=True):
+        propose = getattr(
+            proposer, "propose_ahead", proposer.propose
+        )  # tokens may stay on the device until the verdict
+        for index, proposal in zip(chosen, propose(tasks), strict=True):
             proposals[index] = proposal
         return proposals
 
@@ -60,6 +63,8 @@ class Runner:
         for entry, proposal in zip(entries, proposals, strict=True):
             state = entry.state
             start, end = state.target_length, state.target_length + entry.num_pending_rows
+            if proposal is not None and entry.num_pending_rows > 1:
+                proposal.settle()  # after a prompt's last rows; the device knows drafted tokens only right after one
             drafted = proposal.draft_token_ids if proposal else []
             rows = state.token_ids[start:end] + drafted
             if entry.is_decoding:
@@ -82,15 +87,22 @@ class Runner:
         Overwrites the slots, so no request may be running.
         """
         start = min(_COST_POSITION, max(0, self.target.max_length - max(_COST_ROWS)))
-        row_counts = [rows for rows in _COST_ROWS if start + rows <= self.target.max_length]
-        _write_prompts(self.target, 1, start)
-        seconds = {rows: _median_seconds(_pass(self.target, rows, start), num_repeats) for rows in row_counts}
+        most_each = getattr(self.target, "most_rows_each", max(_COST_ROWS))
+        row_counts = [
+            rows
+            for rows in _COST_ROWS
+            if start + rows <= self.target.max_length and rows <= most_each * self.target.num_slots
+        ]
+        _write_prompts(self.target, -(-max(row_counts) // most_each), start)
+        seconds = {
+            rows: _median_seconds(_pass(self.target, rows, start, most_each), num_repeats) for rows in row_counts
+        }
         draft_seconds, write_seconds = {1: 0.0}, 0.0
         if draft is not None:
             batches = [batch for batch in _COST_REQUESTS if batch <= draft.decoder.num_slots]
             _write_prompts(draft.decoder, max(batches), min(_COST_POSITION, draft.max_length - 1))
             # A target pass evicts the draft's weights from the caches, as in a real round.
-            before = (lambda: None) if is_draft_isolated else _pass(self.target, 1, start)
+            before = (lambda: None) if is_draft_isolated else _pass(self.target, 1, start, 1)
             draft_seconds = {
                 batch: _median_seconds(_draft_steps(draft, batch), 2 * num_repeats, before) / _NUM_DRAFT_STEPS
                 for batch in batches
@@ -119,21 +131,17 @@ def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float
     )
 
 
-def _pass(decoder: ModelStep, rows: int, start: int) -> Callable[[], torch.Tensor]:
-    token_ids, positions = [0] * rows, list(range(start, start + rows))
-    return lambda: decoder.forward(token_ids, positions, [0] * rows, list(range(rows))).logits_RV
+def _pass(decoder: ModelStep, rows: int, start: int, most_each: int) -> Callable[[], torch.Tensor]:
+    """All rows are one request's, as far as a round can have so many of one."""
+    token_ids, slots = [0] * rows, [row // most_each for row in range(rows)]
+    positions = [start + row % most_each for row in range(rows)]
+    return lambda: decoder.forward(token_ids, positions, slots, list(range(rows))).logits_RV
 
 
 def _draft_steps(draft: DraftModel, batch: int) -> Callable[[], object]:
-    """A few tokens of each of `batch` requests, as drafting does it: the choice included. The first finds the caches cold."""
-    position = min(_COST_POSITION, draft.max_length - 1)
-    tokens, positions, slots = [0] * batch, [position] * batch, list(range(batch))
-
-    def run() -> None:
-        for _ in range(_NUM_DRAFT_STEPS):
-            draft.decoder.forward(tokens, positions, slots, slots).logits_RV.argmax(-1).tolist()
-
-    return run
+    """A few tokens of each of `batch` requests. The first finds the caches cold."""
+    position = max(0, min(_COST_POSITION, draft.max_length - _NUM_DRAFT_STEPS))
+    return lambda: draft.time_steps(batch, position, _NUM_DRAFT_STEPS)
 
 
 def _never_falling(seconds_by_count: dict[int, float]) -> dict[int, float]:

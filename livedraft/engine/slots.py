@@ -25,7 +25,9 @@ def within_memory(
     """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
     num_draft_layers = speculation.num_draft_layers if speculation.uses_draft else 0
     slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * config.max_model_len
-    budget = available_memory_bytes() / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
+    budget = (
+        available_memory_bytes(opened.path.device) / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30
+    )
     num_slots = int(budget // slot_bytes)
     if num_slots < 1:
         raise UserError(

@@ -5,94 +5,161 @@ Legend: n committed positions of this round, V vocabulary, K teacher tokens, P d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from livedraft.device import on_device
 from livedraft.records import DRAFT_TOP_K, TEACHER_TOP_K, Proposal, Trace
 
 if TYPE_CHECKING:
     from livedraft.engine.request import RequestState
 
 
+class OnTheWay:
+    """Columns that are being copied to the host, into pinned memory where they come from a GPU."""
+
+    def __init__(self, **columns: torch.Tensor) -> None:
+        self._columns = {name: tensor.to("cpu", non_blocking=True) for name, tensor in columns.items()}
+        self._copied = None
+        if next(iter(columns.values())).is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def arrived(self) -> dict[str, np.ndarray]:
+        """Waits for the copies alone, not for what the device was given after them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {name: tensor.numpy() for name, tensor in self._columns.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRound:
+    """What one request's trace keeps of a round: the `num_committed` positions it produced, and every drafted position,
+    rejected ones too. `is_cut`: the request ended inside the block, and drafted positions past its end are left out."""
+
+    trace: TraceBuilder
+    target_logits_RV: torch.Tensor
+    proposal: Proposal | None
+    num_accepted: int
+    num_committed: int
+    is_cut: bool
+    first_position: int
+    round_number: int
+
+    @property
+    def num_drafted(self) -> int:
+        """0 for a client's prediction too: it has no draft distribution and teaches nothing about the draft."""
+        if self.proposal is None or self.proposal.draft_logits_KW is None:
+            return 0
+        return self.num_committed if self.is_cut else len(self.proposal.draft_token_ids)
+
+
+def record_rounds(rounds: Sequence[TracedRound]) -> None:
+    """All requests' parts of a round, computed together. On a GPU nobody waits for the results: they are on their way to pinned
+    memory, and each trace takes its own out later."""
+    if not rounds:
+        return
+    rows_each = [max(one.num_committed, one.num_drafted) for one in rounds]
+    logits_RV = torch.cat([one.target_logits_RV[:n] for one, n in zip(rounds, rows_each, strict=True)])
+    log_normaliser_R1 = torch.logsumexp(logits_RV, dim=-1, keepdim=True)
+    top = logits_RV.topk(min(TEACHER_TOP_K, logits_RV.shape[-1]), dim=-1)
+    log_probs_RK = top.values - log_normaliser_R1
+    teacher = OnTheWay(
+        teacher_ids=top.indices.int(),
+        teacher_log_probs=log_probs_RK.half(),
+        tail_mass=(1.0 - log_probs_RK.exp().sum(-1)).clamp(min=0.0),
+    )
+    starts = [sum(rows_each[:index]) for index in range(len(rounds))]
+    by_draft: dict[str, list[int]] = {}
+    for index, one in enumerate(rounds):
+        one.trace.expect(one, teacher, slice(starts[index], starts[index] + one.num_committed))
+        if one.num_drafted and one.proposal is not None:
+            by_draft.setdefault(one.proposal.draft_version, []).append(index)
+    for chosen in by_draft.values():
+        _record_drafted([rounds[i] for i in chosen], [starts[i] for i in chosen], logits_RV, log_normaliser_R1)
+
+
+def _record_drafted(
+    rounds: list[TracedRound], starts: list[int], logits_RV: torch.Tensor, log_normaliser_R1: torch.Tensor
+) -> None:
+    """Of requests with one draft. P: drafted positions of all of them."""
+    row_ids, token_ids, target_rows, logits = [], [], [], []
+    for one, start in zip(rounds, starts, strict=True):
+        assert one.proposal is not None and one.proposal.draft_logits_KW is not None
+        count = one.num_drafted
+        row_ids += one.proposal.draft_row_ids[:count]
+        token_ids += one.proposal.draft_token_ids[:count]
+        target_rows += range(start, start + count)
+        logits.append(one.proposal.draft_logits_KW[:count])
+    log_probs_PW = torch.log_softmax(torch.cat(logits), dim=-1)
+    top = log_probs_PW.topk(min(DRAFT_TOP_K, log_probs_PW.shape[-1]), dim=-1)
+    rows_P, tokens_P, targets_P = on_device([*row_ids, *token_ids, *target_rows], logits_RV.device).chunk(3)
+    draft_to_target_W = rounds[0].proposal.draft_to_target_W if rounds[0].proposal else None
+    assert draft_to_target_W is not None
+    drafted = OnTheWay(
+        log_prob=log_probs_PW.gather(-1, rows_P[:, None])[:, 0],
+        target_log_prob=logits_RV[targets_P, tokens_P] - log_normaliser_R1[targets_P, 0],
+        top_token_ids=draft_to_target_W[top.indices],
+        top_log_probs=top.values,
+    )
+    end = 0
+    for one in rounds:
+        start, end = end, end + one.num_drafted
+        one.trace.expect_drafted(one, drafted, slice(start, end))
+
+
 class TraceBuilder:
     """Holds lists of small arrays; `finish` joins them. Every parallel array is trimmed alike at commit."""
 
     def __init__(self) -> None:
-        self._teacher_ids: list[np.ndarray] = []
-        self._teacher_log_probs: list[np.ndarray] = []
-        self._tail_mass: list[np.ndarray] = []
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
+        self._on_their_way: list[tuple[OnTheWay, slice]] = []
+        """Parts of the last round."""
         self._round_numbers: list[int] = []
         self._versions: list[str] = []
-        self._drafted: dict[str, list[np.ndarray]] = {name: [] for name in _DRAFTED_DTYPES}
 
-    def add_round(
-        self,
-        *,
-        target_logits_RV: torch.Tensor,
-        proposal: Proposal | None,
-        num_accepted: int,
-        num_committed: int,
-        is_cut: bool,
-        first_position: int,
-        round_number: int,
-    ) -> None:
-        """Record the `num_committed` positions this round produced, and every drafted position, rejected ones too.
+    def expect(self, one: TracedRound, teacher: OnTheWay, rows: slice) -> None:
+        self.take_in()
+        self._on_their_way.append((teacher, rows))
+        self._round_numbers += [one.round_number] * one.num_committed
+        version = one.proposal.draft_version if one.num_drafted and one.proposal else "none"
+        self._versions += [version] * one.num_committed
 
-        `is_cut`: the request ended inside the block, and drafted positions past its end are left out.
-        """
-        log_normaliser_R1 = torch.logsumexp(target_logits_RV, dim=-1, keepdim=True)
-        top = target_logits_RV[:num_committed].topk(min(TEACHER_TOP_K, target_logits_RV.shape[-1]), dim=-1)
-        log_probs_nK = top.values - log_normaliser_R1[:num_committed]
-        self._teacher_ids.append(top.indices.int().cpu().numpy())
-        self._teacher_log_probs.append(log_probs_nK.half().cpu().numpy())
-        self._tail_mass.append((1.0 - log_probs_nK.exp().sum(-1)).clamp(min=0.0).cpu().numpy())
-        self._round_numbers += [round_number] * num_committed
-        # A client's prediction has no draft distribution and teaches nothing about the draft.
-        has_draft = proposal is not None and proposal.draft_logits_KW is not None
-        self._versions += [proposal.draft_version if has_draft and proposal else "none"] * num_committed
-        if has_draft and proposal is not None:
-            num_drafted = num_committed if is_cut else len(proposal.draft_token_ids)
-            self._add_drafted(proposal, target_logits_RV, log_normaliser_R1, num_drafted, num_accepted, first_position)
-
-    def _add_drafted(
-        self,
-        proposal: Proposal,
-        target_logits_RV: torch.Tensor,
-        log_normaliser_R1: torch.Tensor,
-        P: int,
-        num_accepted: int,
-        first_position: int,
-    ) -> None:
-        assert proposal.draft_logits_KW is not None and proposal.draft_to_target_W is not None
-        rows = torch.arange(P)
-        log_probs_PW = torch.log_softmax(proposal.draft_logits_KW[:P], dim=-1)
-        top = log_probs_PW.topk(min(DRAFT_TOP_K, log_probs_PW.shape[-1]), dim=-1)
-        token_ids = torch.tensor(proposal.draft_token_ids[:P])
-        index = np.arange(P)
-        columns = {
-            "position": first_position + index,
-            "token_id": token_ids.numpy(),
-            "log_prob": log_probs_PW[rows, torch.tensor(proposal.draft_row_ids[:P])].cpu().numpy(),
-            "target_log_prob": (target_logits_RV[rows, token_ids] - log_normaliser_R1[:P, 0]).cpu().numpy(),
-            "accepted": index < num_accepted,
-            "off_path": index > num_accepted,
-            "top_token_ids": proposal.draft_to_target_W[top.indices].cpu().numpy(),
-            "top_log_probs": top.values.cpu().numpy(),
+    def expect_drafted(self, one: TracedRound, drafted: OnTheWay, rows: slice) -> None:
+        assert one.proposal is not None
+        self._on_their_way.append((drafted, rows))
+        index = np.arange(one.num_drafted)
+        known = {
+            "position": one.first_position + index,
+            "token_id": np.array(one.proposal.draft_token_ids[: one.num_drafted]),
+            "accepted": index < one.num_accepted,
+            "off_path": index > one.num_accepted,
         }
-        for name, column in columns.items():
-            self._drafted[name].append(column.astype(_DRAFTED_DTYPES[name]))
+        for name, column in known.items():
+            self._columns[name].append(column.astype(_DTYPES[name]))
+
+    def take_in(self) -> None:
+        """Its own rows of the last round. Copies, for the whole round's arrays are large."""
+        for columns, rows in self._on_their_way:
+            for name, column in columns.arrived().items():
+                self._columns[name].append(np.array(column[rows], dtype=_DTYPES[name]))
+        self._on_their_way = []
 
     def finish(self, state: RequestState, target_fingerprint: str) -> Trace:
         T = state.num_output_tokens
         assert T == len(self._round_numbers) == len(self._versions), "parallel arrays must be trimmed alike"
 
+        self.take_in()
+
         def drafted(name: str) -> np.ndarray:
-            if self._drafted[name]:
-                return np.concatenate(self._drafted[name])
+            if self._columns[name]:
+                return np.concatenate(self._columns[name])
             shape = (0, DRAFT_TOP_K) if name.startswith("top_") else (0,)
-            return np.empty(shape, dtype=_DRAFTED_DTYPES[name])
+            return np.empty(shape, dtype=_DTYPES[name])
 
         return Trace(
             request_id=state.request.id,
@@ -105,9 +172,9 @@ class TraceBuilder:
             client_key=state.request.client_key,
             prompt_token_ids=list(state.request.prompt_token_ids),
             output_token_ids=state.output_token_ids,
-            teacher_token_ids_TK=np.concatenate(self._teacher_ids),
-            teacher_log_probs_TK=np.concatenate(self._teacher_log_probs),
-            tail_mass_T=np.concatenate(self._tail_mass).astype(np.float32),
+            teacher_token_ids_TK=np.concatenate(self._columns["teacher_ids"]),
+            teacher_log_probs_TK=np.concatenate(self._columns["teacher_log_probs"]),
+            tail_mass_T=np.concatenate(self._columns["tail_mass"]),
             round_number_T=np.array(self._round_numbers, dtype=np.int32),
             position_version_T=self._versions,
             drafted_position_P=drafted("position"),
@@ -121,7 +188,10 @@ class TraceBuilder:
         )
 
 
-_DRAFTED_DTYPES: dict[str, type] = {
+_DTYPES: dict[str, type] = {
+    "teacher_ids": np.int32,
+    "teacher_log_probs": np.float16,
+    "tail_mass": np.float32,
     "position": np.int32,
     "token_id": np.int32,
     "log_prob": np.float32,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from livedraft.device import on_device
 from livedraft.models.config import ModelConfig
 from livedraft.models.kv_cache import MAX_ROWS_ATTENDED_TOGETHER, KVCache, Segment, split_into_segments
 from livedraft.models.step import StepOutput
@@ -140,9 +141,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
     torch's CPU kernel is a chain of nine small operations. Serving runs 61 of them a pass, so there it is five; training
-    keeps `F.rms_norm`, the slow twin, which knows its gradient.
+    keeps `F.rms_norm`, the slow twin, which knows its gradient; on CUDA it is one kernel.
     """
-    if not torch.is_inference_mode_enabled():
+    if x.is_cuda or not torch.is_inference_mode_enabled():
         return F.rms_norm(x, weight.shape, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.mul_(norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
@@ -179,10 +180,20 @@ def run_layers(
     return hidden_ND
 
 
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(queries_BGXE, keys_BGTE, values_BGTE, mask_B1XT) -> attended_BGXE with X the query heads of a key-value head, by row."""
+
+
+def attend_by_sdpa(
+    queries_BGXE: torch.Tensor, keys_BGTE: torch.Tensor, values_BGTE: torch.Tensor, mask_B1XT: torch.Tensor | None
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(queries_BGXE, keys_BGTE, values_BGTE, attn_mask=mask_B1XT)
+
+
 @dataclass(kw_only=True)
-class _AttentionGroup:
+class AttentionGroup:
     """Segments attended in one call. `pad_rows` gathers their rows into [B, n] (a short segment
-    repeats its last row), `is_real` drops the repeats, `unpad_rows` says where the rest belongs."""
+    repeats its last row), `real_rows` leaves the repeats out, `unpad_rows` says where the rest belongs."""
 
     rows: slice
     num_rows_each: int
@@ -191,7 +202,7 @@ class _AttentionGroup:
     mask: torch.Tensor | None
     pad_rows: torch.Tensor | None = None
     unpad_rows: torch.Tensor | None = None
-    is_real: torch.Tensor | None = None
+    real_rows: torch.Tensor | None = None
 
 
 class Decoder:
@@ -206,19 +217,21 @@ class Decoder:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_scratch_positions: int = 0,
     ) -> None:
+        """`num_scratch_positions` of every slot, past its last one, may be written and are never read."""
         self.config = config
         self.weights = weights
         self.dtype = dtype
         self.device = device
         self.num_slots, self.max_length = num_slots, max_length
         self.vocabulary_size = config.vocabulary_size
-        self.rotary = RotaryTable(config, max_length, dtype, device)
+        self.rotary = RotaryTable(config, max_length + num_scratch_positions, dtype, device)
         self.cache = KVCache(
             num_layers=len(weights.layers),
             num_slots=num_slots,
             num_kv_heads=config.num_kv_heads,
-            max_length=max_length,
+            max_length=max_length + num_scratch_positions,
             head_width=config.head_width,
             dtype=dtype,
             device=device,
@@ -236,15 +249,14 @@ class Decoder:
         assert len(token_ids_N) == len(positions_N) == len(slots_N) > 0
         segments = split_into_segments(positions_N, slots_N)
         assert max(segment.length for segment in segments) <= self.max_length, "position past the cache"
-        token_ids = torch.tensor(token_ids_N, device=self.device)
-        positions = torch.tensor(positions_N, device=self.device)
+        token_ids, positions = on_device(token_ids_N, self.device), on_device(positions_N, self.device)
         hidden_ND = F.embedding(token_ids, self.weights.embedding_VD)
         attend = self._attend_over_cache(segments, positions, slots_N)
         hidden_ND = run_layers(hidden_ND, positions, self.weights.layers, self.config, self.rotary, attend)
         if not logit_rows_R:
             return StepOutput(logits_RV=hidden_ND.new_empty(0, self.weights.head.weight.shape[0], dtype=torch.float32))
         if len(logit_rows_R) != len(token_ids_N):
-            hidden_ND = hidden_ND[torch.tensor(logit_rows_R, device=self.device)]
+            hidden_ND = hidden_ND[on_device(logit_rows_R, self.device)]
         hidden_RD = rms_norm(hidden_ND, self.weights.final_norm_D, self.config.norm_eps)
         return StepOutput(logits_RV=self.weights.head(hidden_RD).float(), hidden_RD=hidden_RD)
 
@@ -266,7 +278,7 @@ class Decoder:
         X = self.config.num_heads * self.config.head_width
         if len(segments) == 1:
             return self._attend_one_segment(segments[0], groups[0])
-        slots = torch.tensor(slots_N, device=self.device)
+        slots = on_device(slots_N, self.device)
 
         def attend(
             layer: int, queries_NHE: torch.Tensor, keys_NGE: torch.Tensor, values_NGE: torch.Tensor
@@ -278,12 +290,12 @@ class Decoder:
             for group in groups:
                 rows = group.rows if group.unpad_rows is None else group.unpad_rows
                 keys_BGTE, values_BGTE = (x[group.slots][:, :, : group.length] for x in (keys_SGTE, values_SGTE))
-                attended_NX[rows] = _attend_group(group, queries_NHE, keys_BGTE, values_BGTE)
+                attended_NX[rows] = attend_group(group, queries_NHE, keys_BGTE, values_BGTE)
             return attended_NX
 
         return attend
 
-    def _attend_one_segment(self, segment: Segment, group: _AttentionGroup) -> Attend:
+    def _attend_one_segment(self, segment: Segment, group: AttentionGroup) -> Attend:
         """The common case of batch 1, with every layer's slices made beforehand."""
         slot = slice(segment.slot, segment.slot + 1)
         written = self.cache.views(slot, slice(segment.first_position, segment.length))
@@ -295,11 +307,11 @@ class Decoder:
             new_keys_1GNE, new_values_1GNE = written[layer]
             new_keys_1GNE.copy_(keys_NGE.transpose(0, 1))
             new_values_1GNE.copy_(values_NGE.transpose(0, 1))
-            return _attend_group(group, queries_NHE, *seen[layer])
+            return attend_group(group, queries_NHE, *seen[layer])
 
         return attend
 
-    def _plan_group(self, segments: list[Segment]) -> _AttentionGroup:
+    def _plan_group(self, segments: list[Segment]) -> AttentionGroup:
         n = max(s.num_rows for s in segments)
         length = max(s.length for s in segments)
         slot_ids = [s.slot for s in segments]
@@ -307,8 +319,8 @@ class Decoder:
         if slot_ids == list(range(slot_ids[0], slot_ids[0] + len(slot_ids))):
             slots = slice(slot_ids[0], slot_ids[-1] + 1)  # a view, no copy of the cache
         else:
-            slots = torch.tensor(slot_ids, device=self.device)
-        group = _AttentionGroup(
+            slots = on_device(slot_ids, self.device)
+        group = AttentionGroup(
             rows=slice(segments[0].first_row, segments[0].first_row + n),
             num_rows_each=n,
             slots=slots,
@@ -317,7 +329,7 @@ class Decoder:
         )
         if len(segments) == 1 and n == 1:
             return group  # one row sees everything up to itself
-        first_B = torch.tensor([s.first_position for s in segments], device=self.device)
+        first_B = on_device([s.first_position for s in segments], self.device)
         offset_n = torch.arange(n, device=self.device)
         last_visible_Bn = first_B[:, None] + offset_n
         visible_BnT = torch.arange(length, device=self.device) <= last_visible_Bn[..., None]
@@ -330,18 +342,22 @@ class Decoder:
         if counts == [n] * len(segments) and is_contiguous:
             group.rows = slice(segments[0].first_row, segments[0].first_row + n * len(segments))
         else:
-            starts_B = torch.tensor([s.first_row for s in segments], device=self.device)
-            counts_B = torch.tensor(counts, device=self.device)
-            is_real_Bn = offset_n < counts_B[:, None]
-            rows_Bn = starts_B[:, None] + torch.minimum(offset_n, counts_B[:, None] - 1)
-            group.pad_rows = rows_Bn.reshape(-1)
-            group.unpad_rows = rows_Bn[is_real_Bn]
-            group.is_real = None if bool(is_real_Bn.all()) else is_real_Bn.reshape(-1)
+            # Listed on the host: a boolean mask on a GPU would have to be read back, in every layer.
+            real = [(b, offset) for b, count in enumerate(counts) for offset in range(count)]
+            padded = [s.first_row + min(offset, s.num_rows - 1) for s in segments for offset in range(n)]
+            group.pad_rows = on_device(padded, self.device)
+            group.unpad_rows = on_device([segments[b].first_row + offset for b, offset in real], self.device)
+            if len(real) < len(padded):
+                group.real_rows = on_device([b * n + offset for b, offset in real], self.device)
         return group
 
 
-def _attend_group(
-    group: _AttentionGroup, queries_NHE: torch.Tensor, keys_BGTE: torch.Tensor, values_BGTE: torch.Tensor
+def attend_group(
+    group: AttentionGroup,
+    queries_NHE: torch.Tensor,
+    keys_BGTE: torch.Tensor,
+    values_BGTE: torch.Tensor,
+    kernel: AttentionKernel = attend_by_sdpa,
 ) -> torch.Tensor:
     """Attention of one group's rows over its slots' keys and values; returns [rows, H * E] in row order."""
     B, G = keys_BGTE.shape[:2]
@@ -350,9 +366,20 @@ def _attend_group(
     queries = queries_NHE[group.rows] if group.pad_rows is None else queries_NHE[group.pad_rows]
     if n == 1:  # the common case of plain decoding and drafting: no rows to fold, only views
         folded_BGXE = queries.reshape(B, G, H // G, E)
-        attended = F.scaled_dot_product_attention(folded_BGXE, keys_BGTE, values_BGTE, attn_mask=group.mask)
-        return attended.reshape(B, H * E)
+        return kernel(folded_BGXE, keys_BGTE, values_BGTE, group.mask).reshape(B, H * E)
     folded_BGXE = queries.reshape(B, n, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
-    attended = F.scaled_dot_product_attention(folded_BGXE, keys_BGTE, values_BGTE, attn_mask=group.mask)
-    attended = attended.view(B, G, H // G, n, E).permute(0, 3, 1, 2, 4).reshape(B * n, H * E)
-    return attended if group.is_real is None else attended[group.is_real]
+    attended = kernel(folded_BGXE, keys_BGTE, values_BGTE, group.mask)
+    attended = attended.reshape(B, G, H // G, n, E).permute(0, 3, 1, 2, 4).reshape(B * n, H * E)
+    return attended if group.real_rows is None else attended[group.real_rows]
+
+
+def weight_tensors(weights: DecoderWeights) -> list[torch.Tensor]:
+    """All of them, in one order for every model of a shape: what a swap in place copies."""
+    tensors = [weights.embedding_VD, weights.final_norm_D, weights.head.weight]
+    for layer in weights.layers:
+        linears = (layer.query_key_value, layer.attention_output, layer.down)
+        tensors += [layer.attention_norm_D, layer.feed_forward_norm_D, layer.gate_up.weight]
+        tensors += [linear.weight for linear in linears]
+        optional = (*(linear.bias for linear in linears), layer.query_norm_E, layer.key_norm_E)
+        tensors += [tensor for tensor in optional if tensor is not None]
+    return tensors

@@ -33,6 +33,8 @@ from livedraft.models.decoder import (
     PackedGatedLinear,
     PackedLinear,
 )
+from livedraft.models.graphs import capture_on
+from livedraft.models.static_decoder import StaticDecoder
 from livedraft.models.step import StepOutput
 from livedraft.records import UserError
 
@@ -391,5 +393,10 @@ def make_decoder(
     config: ModelConfig, weights: DecoderWeights, path: ExecutionPath, *, num_slots: int, max_length: int
 ) -> Decoder:
     """The decoder that can run these weights, with a cache of its own."""
+    if path.is_graphed:
+        return StaticDecoder(
+            config, weights, num_slots=num_slots, max_length=max_length, dtype=path.dtype, device=path.device,
+            capture=capture_on(path.device),
+        )  # fmt: skip
     kind = NativeDecoder if isinstance(weights.head, NativeLinear) else Decoder
     return kind(config, weights, num_slots=num_slots, max_length=max_length, dtype=path.dtype, device=path.device)

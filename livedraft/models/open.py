@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def vocabulary_size_of(model_path: Path) -> int:
 def open_model(model_path: Path, path: ExecutionPath) -> OpenModel:
     """Raises UserError when the path is wrong, a file is damaged, or the model is of a kind that cannot be served."""
     if not is_native(model_path):
-        path = fitted(path, None)
+        path = replace(fitted(path, None), is_graphed=False)
         hf_model, fingerprint = load_hf_model(model_path, path.dtype, path.device)
         eos = getattr(hf_model.config, "eos_token_id", None)
         return OpenModel(

@@ -89,10 +89,20 @@ def expected_tokens(acceptance_by_position: list[float], k: int) -> float:
 class DraftLengthPolicy:
     """One route's running estimate of acceptance by position, and the k that follows from it."""
 
-    def __init__(self, costs: CostModel, *, max_tokens: int, fixed: int | None = None, prior: float = 0.3) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        max_tokens: int,
+        fixed: int | None = None,
+        prior: float = 0.3,
+        is_stepwise: bool = True,
+    ) -> None:
+        """`is_stepwise`: drafting can stop after any token; else the whole loop has the length chosen before."""
         self.costs = costs
         self.max_tokens = max_tokens if fixed is None else fixed
         self.fixed = fixed
+        self.is_stepwise = is_stepwise
         self.num_rounds = 0
         self.set_prior(prior)
 
@@ -141,6 +151,8 @@ class DraftLengthPolicy:
         if best == 0:
             is_probe = self.num_rounds % PROBE_INTERVAL == 0
             return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0, is_probe=is_probe)
+        if not self.is_stepwise:
+            return DraftLength(k=best)
         rows = num_requests * (best + 1) + num_other_rows
         one_more = self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows + num_requests)
         extra_seconds = one_more - self.costs.target_seconds(rows)

@@ -26,6 +26,9 @@ MAX_CATCH_UP = 512
 class DraftModel:
     """One resident draft: weights, cache, and for each slot how many tokens its cache holds."""
 
+    is_stepwise = True
+    """Whether drafting can stop after any token; False where a whole loop of k steps is one piece of work."""
+
     def __init__(
         self,
         decoder: ModelStep,
@@ -109,7 +112,7 @@ class DraftModel:
         logit_rows: list[int] = []
         ready: list[int] = []
         lags = [len(task.token_ids) - self.lengths[task.slot] if task.num_tokens else 0 for task in tasks]
-        shares = _shares(lags, MAX_CATCH_UP)
+        shares = shares_of(lags, MAX_CATCH_UP)
         for index, task in enumerate(tasks):
             start = self.lengths[task.slot]
             lacking = task.token_ids[start : start + shares[index]]
@@ -175,6 +178,12 @@ class DraftModel:
         log_probs_R = logits_RW.gather(-1, rows_R1)[:, 0] - torch.logsumexp(logits_RW, dim=-1)
         return log_probs_R.exp().tolist()
 
+    def time_steps(self, batch: int, position: int, num_steps: int) -> None:
+        """Draft so many tokens of `batch` requests as in a round, the choice included; for measuring, on idle slots."""
+        tokens, positions, slots = [0] * batch, [position] * batch, list(range(batch))
+        for _ in range(num_steps):
+            self.decoder.forward(tokens, positions, slots, slots).logits_RV.argmax(-1).tolist()
+
     def commit(self, slot: int, num_valid_tokens: int) -> None:
         """Forget what was written past the committed tokens; the last committed one is always fed again or first."""
         self.lengths[slot] = min(self.lengths[slot], num_valid_tokens)
@@ -190,7 +199,7 @@ class DraftModel:
         self.lengths[destination] = num_tokens
 
 
-def _shares(lags: list[int], budget: int) -> list[int]:
+def shares_of(lags: list[int], budget: int) -> list[int]:
     """How much each request catches up: the shortest lags first, so that most requests can draft."""
     shares = [0] * len(lags)
     for index in sorted(range(len(lags)), key=lags.__getitem__):

@@ -23,10 +23,13 @@ Legend: K drafted positions, R = K + 1 target rows of one request, V target voca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from livedraft.device import on_device
 from livedraft.records import Proposal, SamplingParams, Verdict
-from livedraft.sampling import ACCEPT, RECOVER, draw, filtered_logits, gumbel_noise, logits_to_probs, uniform
+from livedraft.sampling import ACCEPT, RECOVER, draw, draw_rows, filtered_logits, gumbel_noise, logits_to_probs, uniform
 
 
 def verify(
@@ -97,6 +100,69 @@ def verify_by_rejection(
         return Verdict(num_accepted=row, output_token_ids=[*output, recovered])
     bonus = draw(target_probs_RV[-1], uniform(seed, first_position + len(output), RECOVER))
     return Verdict(num_accepted=len(output), output_token_ids=[*output, bonus])
+
+
+Case = tuple[torch.Tensor, Proposal | None, SamplingParams, int, int]
+"""The arguments of `verify`."""
+
+
+def verify_together(cases: Sequence[Case]) -> list[Verdict]:
+    """`verify` for requests without a seed, all read back at once: on a GPU every reading waits for all that was launched."""
+    if not cases:
+        return []
+    numbers = [
+        rejection_numbers(logits_to_probs(logits_RV, sampling), proposal, seed, first_position)
+        for logits_RV, proposal, sampling, seed, first_position in cases
+    ]
+    rows = torch.cat(numbers, dim=1).tolist()
+    verdicts, end = [], 0
+    for logits_RV, proposal, _, seed, first_position in cases:
+        start, end = end, end + logits_RV.shape[0]
+        verdicts.append(verdict_by_numbers([row[start:end] for row in rows], proposal, seed, first_position))
+    return verdicts
+
+
+def rejection_numbers(
+    target_probs_RV: torch.Tensor, proposal: Proposal | None, seed: int, first_position: int
+) -> torch.Tensor:
+    """All that `verify_by_rejection` may need, float64 [3, R], without reading anything back: the target's and the draft's
+    probability of each row's drafted token, and the token drawn where the output ends at that row."""
+    R, device = target_probs_RV.shape[0], target_probs_RV.device
+    drafted = proposal.draft_token_ids if proposal else []
+    numbers_3R = torch.ones(3, R, dtype=torch.float64, device=device)
+    last_RV = target_probs_RV
+    if proposal is not None and drafted:
+        tokens_K1 = on_device(drafted, device)[:, None]
+        numbers_3R[0, :-1] = target_probs_RV[:-1].gather(-1, tokens_K1)[:, 0]
+        residual_KV = target_probs_RV[:-1].clone()
+        if proposal.draft_probs_KW is None:
+            residual_KV.scatter_(-1, tokens_K1, 0.0)
+        else:
+            rows_K1 = on_device(proposal.draft_row_ids, device)[:, None]
+            numbers_3R[1, :-1] = proposal.draft_probs_KW.gather(-1, rows_K1)[:, 0]
+            columns = slice(None) if proposal.draft_to_target_W is None else proposal.draft_to_target_W
+            residual_KV[:, columns] -= proposal.draft_probs_KW
+        residual_KV.clamp_(min=0.0)
+        has_mass_K1 = residual_KV.sum(-1, keepdim=True) > 0.0
+        last_RV = torch.cat([torch.where(has_mass_K1, residual_KV, target_probs_RV[:-1]), target_probs_RV[-1:]])
+    chances = [uniform(seed, first_position + row, RECOVER) for row in range(R)]
+    numbers_3R[2] = draw_rows(last_RV, on_device(chances, device, torch.float64)).double()
+    return numbers_3R
+
+
+def verdict_by_numbers(
+    numbers_3R: list[list[float]], proposal: Proposal | None, seed: int, first_position: int
+) -> Verdict:
+    """`verify_by_rejection` on numbers that were read back."""
+    drafted = proposal.draft_token_ids if proposal else []
+    num_accepted = 0
+    while num_accepted < len(drafted):
+        target_prob, draft_prob = numbers_3R[0][num_accepted], numbers_3R[1][num_accepted]
+        if uniform(seed, first_position + num_accepted, ACCEPT) * draft_prob >= target_prob:
+            break
+        num_accepted += 1
+    last = int(numbers_3R[2][num_accepted])
+    return Verdict(num_accepted=num_accepted, output_token_ids=[*drafted[:num_accepted], last])
 
 
 def residual(target_probs_V: torch.Tensor, proposal: Proposal, row: int) -> torch.Tensor:

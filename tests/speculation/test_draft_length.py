@@ -129,3 +129,10 @@ def test_confidence_is_calibrated_by_verdicts():
         policy.record(1, number % 2, [0.95])
     assert policy.acceptance_of(0.95) == pytest.approx(0.5, abs=0.05)
     assert policy.acceptance_of(0.15) == pytest.approx(0.15)
+
+
+def test_where_a_loop_cannot_stop_in_between_its_length_is_chosen_before():
+    one = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6, is_stepwise=False)
+    length = one.choose(1)
+    assert (length.k, length.stop_below) == (one.best(1), 0.0)
+    assert 0 < length.k < 8

@@ -9,7 +9,14 @@ import torch
 from livedraft.records import Proposal, SamplingParams
 from livedraft.sampling import ACCEPT, RECOVER, draw, logits_to_probs, uniform
 from livedraft.speculation import verify as room
-from livedraft.speculation.verify import gumbel_choice, residual, verify, verify_by_rejection, verify_exact
+from livedraft.speculation.verify import (
+    gumbel_choice,
+    residual,
+    verify,
+    verify_by_rejection,
+    verify_exact,
+    verify_together,
+)
 
 SAMPLED = SamplingParams(temperature=1.0)
 
@@ -236,3 +243,25 @@ def test_first_emitted_token_is_target_distributed(is_seeded):
         assert overlap / (2 - overlap) - 0.01 <= rate <= overlap + 0.01
     else:  # rejection sampling accepts exactly the overlap
         assert abs(rate - overlap) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["full", "trimmed", "one-hot"])
+def test_read_together_the_verdicts_are_those_read_one_by_one(kind):
+    """Hundreds of cases of every length, none drafted and residuals without mass among them."""
+    torch.manual_seed(0)
+    cases, V = [], 24
+    ids = torch.arange(0, V, 3) if kind == "trimmed" else torch.arange(V)
+    for seed in range(300):
+        k = seed % 5
+        logits = 3 * torch.randn(k + 1, V)
+        draft_probs = (logits[:k][:, ids] + (0.0 if seed % 7 == 0 else 1.0) * torch.randn(k, len(ids))).softmax(-1)
+        rows = [draw(probs, uniform(seed, row, 1)) for row, probs in enumerate(draft_probs)]
+        one = proposal(ids[rows].tolist(), rows=rows)
+        if kind != "one-hot":
+            one.draft_probs_KW, one.draft_to_target_W = draft_probs, ids if kind == "trimmed" else None
+        sampling = SamplingParams(temperature=0.7 + seed % 3, top_k=seed % 2 * 6)
+        cases.append((logits, one if k or seed % 2 else None, sampling, seed, seed % 11))
+    expected = [verify(*case) for case in cases]
+    assert verify_together(cases) == expected
+    assert len({verdict.num_accepted for verdict in expected}) >= 4
+    assert verify_together([]) == []
