@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from livedraft.bench.alternate import alternate, median_with_lower_bound
+from livedraft.bench.alternate import alternate, joined, median_with_lower_bound
 from livedraft.bench.contender import Contender
 from livedraft.bench.demo_stream import plant_shop_prompts
 from livedraft.config import EngineConfig, SpeculationConfig
@@ -149,7 +149,7 @@ def _speculation(add: Add, llm: LLM, draft: str, prompts: list[list[int]], sizes
     for batch, bar in ((1, 1.8), (sizes.batch, 1.0)):
         contenders = {"speculative": Contender(llm, draft, sampling), "plain": Contender(llm, None, sampling)}
         groups = [[prompt] for prompt in prompts] if batch == 1 else [_tokenised(llm, batch)] * sizes.num_prompts
-        together = {name: _all_of(contender) for name, contender in contenders.items()}
+        together = {name: joined(contender.together) for name, contender in contenders.items()}
         for answer in together.values():
             answer(groups[0])
         timings = alternate(together, groups, num_rounds=sizes.num_rounds)
@@ -160,10 +160,6 @@ def _speculation(add: Add, llm: LLM, draft: str, prompts: list[list[int]], sizes
         add(
             name, round(ratio, 2), f">= {bar}", ratio >= bar if has_learned else None, f"{note}; {why}" if why else note
         )
-
-
-def _all_of(contender: Contender) -> Callable[[list[list[int]]], list[int]]:
-    return lambda prompts: [token for answer in contender.together(prompts) for token in answer]
 
 
 def _learning_against_not(add: Add, still: LLM, learning: LLM, state: Path, sizes: Sizes) -> None:
