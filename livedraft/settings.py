@@ -24,6 +24,7 @@ from livedraft.config import (
     ServedModelConfig,
     ServerConfig,
     SpeculationConfig,
+    VllmConfig,
 )
 from livedraft.records import UserError
 
@@ -70,6 +71,17 @@ def load_settings(
     file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
     sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
     return Settings(**_merged(SECTIONS, sources | {"the command line": _given(flags)}))
+
+
+def load_vllm_settings(
+    file: Path | None, flags: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] = os.environ
+) -> tuple[Settings, VllmConfig]:
+    """For `livedraft vllm serve`: the same, with a table [vllm]. Raises UserError as `load_settings`."""
+    file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
+    sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
+    merged = _merged({**SECTIONS, "vllm": VllmConfig}, sources | {"the command line": _given(flags)})
+    config: VllmConfig = merged.pop("vllm")
+    return Settings(**merged), config
 
 
 def load_recipe(file: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> tuple[DistillRunConfig, DistillConfig]:

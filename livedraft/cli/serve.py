@@ -7,13 +7,15 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any, Protocol
 
 import uvicorn
 
 from livedraft.config import ServerConfig
 from livedraft.records import UserError
-from livedraft.server.app import Server, create_app
+from livedraft.server.app import Phase, Server, create_app
 from livedraft.server.local import open_llm, serve_llm
 from livedraft.settings import Settings
 
@@ -23,15 +25,44 @@ _CLOSE_SECONDS = 5
 
 def run(settings: Settings, *, is_verbose: bool) -> None:
     """Until SIGTERM or SIGINT. Raises UserError when the model does not load or the address is taken."""
+    server = Server(settings.server, lambda: serve_llm(open_llm(settings, learn=settings.model.learn), settings))
+    listen(create_app(server), server, is_verbose=is_verbose)
+
+
+class Described(Protocol):
+    """What the banner says of what is served."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def banner(self) -> Sequence[tuple[str, str]]: ...
+
+
+class Serving(Protocol):
+    """The state behind an application."""
+
+    config: ServerConfig
+    phase: Phase
+    load_error: BaseException | None
+    num_open: int
+
+    @property
+    def served(self) -> Described | None: ...
+
+    def drain(self) -> None: ...
+
+
+def listen(app: Any, server: Serving, *, is_verbose: bool) -> None:
+    """Run an application that loads while it listens. Raises as `run`."""
     if is_verbose:
         for name in ("livedraft", "livedraft.access"):
             logging.getLogger(name).setLevel(logging.INFO)
-    config = settings.server
-    server = Server(config, lambda: serve_llm(open_llm(settings, learn=settings.model.learn), settings))
+    config = server.config
     # uvicorn's own access log would name clients; `Gate` writes one line a request instead.
     http = _DrainingServer(
         uvicorn.Config(
-            create_app(server),
+            app,
             host=config.host,
             port=config.port,
             log_level="warning",
@@ -51,7 +82,7 @@ def run(settings: Settings, *, is_verbose: bool) -> None:
 class _DrainingServer(uvicorn.Server):
     """SIGTERM: no new requests, running ones finish. SIGINT, a second SIGTERM, or drain_timeout_seconds later: the end."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Serving) -> None:
         super().__init__(config)
         self._server = server
 
