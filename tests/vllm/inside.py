@@ -106,7 +106,7 @@ def texts(outputs: list) -> list[list[int]]:
 def acceptance(outputs: list) -> float:
     counted = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
     drafted = sum(one["num_draft_tokens"] for one in counted)
-    return sum(one["num_accepted_tokens"] for one in counted) / max(1, drafted)
+    return sum(one["num_accepted_draft_tokens"] for one in counted) / max(1, drafted)
 
 
 def plain(value):

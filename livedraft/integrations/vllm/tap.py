@@ -65,19 +65,26 @@ class _Reduced:
         return _Reduced(**{name: tensor.to("cpu", non_blocking=True) for name, tensor in vars(self).items()})
 
 
-def reduced(logits_RV: torch.Tensor, drafted_token_ids_R: torch.Tensor) -> _Reduced:
-    """The K likeliest tokens, the mass of all others, and the drafted token, of each row."""
-    top = logits_RV.topk(min(TEACHER_TOP_K, logits_RV.shape[-1]), dim=-1)
+def reduced(logits_RV: torch.Tensor, drafted_token_ids_R: torch.Tensor, top_rows: list[int] | None = None) -> _Reduced:
+    """The K likeliest tokens, the mass of all others, and the drafted token, of each row; the first two only of `top_rows`
+    where those that became output are known already."""
+    R, K = len(logits_RV), min(TEACHER_TOP_K, logits_RV.shape[-1])
+    rows = torch.arange(R, device=logits_RV.device) if top_rows is None else torch.tensor(top_rows)
+    top = logits_RV[rows].topk(K, dim=-1)
     logits_RV = logits_RV.float()
     normaliser_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    log_probs_RK = top.values.float() - normaliser_R1
+    log_probs = top.values.float() - normaliser_R1[rows]
     drafted_R1 = logits_RV.gather(-1, drafted_token_ids_R.long()[:, None]) - normaliser_R1
-    return _Reduced(
-        token_ids_RK=top.indices.int(),
-        log_probs_RK=log_probs_RK.half(),
-        tail_mass_R=(1.0 - log_probs_RK.exp().sum(-1)).clamp(min=0.0),
+    found = _Reduced(
+        token_ids_RK=torch.zeros(R, K, dtype=torch.int32, device=logits_RV.device),
+        log_probs_RK=torch.zeros(R, K, dtype=torch.float16, device=logits_RV.device),
+        tail_mass_R=torch.zeros(R, device=logits_RV.device),
         drafted_log_prob_R=drafted_R1[:, 0],
     )
+    found.token_ids_RK[rows] = top.indices.int()
+    found.log_probs_RK[rows] = log_probs.half()
+    found.tail_mass_R[rows] = (1.0 - log_probs.exp().sum(-1)).clamp(min=0.0)
+    return found
 
 
 class Tap:
@@ -249,17 +256,18 @@ class Tap:
             self._open[request_id] = _Assembly(prompt, sampling, this.version)
         while len(self._open) > MAX_OPEN_REQUESTS:
             del self._open[next(iter(self._open))]
-        found = this.reduced
-        if found is None:
-            assert this.logits_RV is not None
-            drafted_R = _rows_of_drafted(this.num_drafted_B, this.draft_token_ids_P, torch.device("cpu"))
-            found = reduced(this.logits_RV, drafted_R)
-        sampled = this.sampled_BS.tolist()
+        sampled = [[token for token in row if token >= 0] for row in this.sampled_BS.tolist()]
         first_row_B, first_drafted_B, row, drafted = [], [], 0, 0
         for count in this.num_drafted_B:
             first_row_B.append(row)
             first_drafted_B.append(drafted)
             row, drafted = row + count + 1, drafted + count
+        found = this.reduced
+        if found is None:
+            assert this.logits_RV is not None
+            drafted_R = _rows_of_drafted(this.num_drafted_B, this.draft_token_ids_P, torch.device("cpu"))
+            tops = [first_row_B[index] + n for index in this.kept for n in range(len(sampled[index]))]
+            found = reduced(this.logits_RV, drafted_R, tops)
         for index, start in zip(this.kept, this.first_position_B, strict=True):
             request_id = this.request_ids[index]
             assembly = self._open.get(request_id)
@@ -268,11 +276,10 @@ class Tap:
             if start not in (-1, assembly.num_outputs):  # the engine took something back, or a round was missed
                 self._drop(request_id)
                 continue
-            tokens = [token for token in sampled[index] if token >= 0]
             first, count = first_row_B[index], this.num_drafted_B[index]
             drafted_rows = slice(first_drafted_B[index], first_drafted_B[index] + count)
             assembly.add(
-                tokens, found, first, this.version,
+                sampled[index], found, first, this.version,
                 drafted_ids=None if this.draft_token_ids_P is None else this.draft_token_ids_P[drafted_rows],
                 drafted_log_probs=None if this.draft_log_probs_P is None else this.draft_log_probs_P[drafted_rows],
             )  # fmt: skip
