@@ -53,7 +53,7 @@ def inside(vllm_python, tmp_path_factory):
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         found = subprocess.run(
             [str(vllm_python), str(script), json.dumps({**orders, "steps": steps}, default=str)],
-            capture_output=True, text=True, timeout=600, env={**kept, "PYTHONPATH": str(part)},
+            capture_output=True, text=True, timeout=600, env={**kept, "PYTHONPATH": str(part), "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         line = next((line for line in found.stdout.splitlines() if line.startswith("REPORT ")), None)
         assert line is not None, found.stdout[-3000:] + found.stderr[-6000:]

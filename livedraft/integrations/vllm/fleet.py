@@ -150,8 +150,8 @@ class Fleet:
             except UserError as error:  # what no second try will mend
                 member.phase, member.reason = "refused", str(error)
                 self._events.emit("replica_refused", replica=member.name, reason=str(error))
-            except ReplicaError as error:
-                member.reason = str(error)
+            except Exception as error:  # a thread that dies silently would never bring it back
+                member.reason = str(error) if isinstance(error, ReplicaError) else f"{type(error).__name__}: {error}"
             if member.phase != "refused":
                 member.phase = "down"
             if is_launched and member.process is not None:

@@ -99,7 +99,8 @@ def _environment(inside_part: Path | None) -> dict[str, str]:
     if inside_part is None:
         return kept
     return kept | {
-        "PYTHONPATH": str(inside_part),
+        "PYTHONPATH": str(inside_part.resolve()),
+        "PYTHONSAFEPATH": "1",  # not what lies in the current folder (from Python 3.11 on)
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc: why the child listens on loopback only
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the tap knows the first
         "VLLM_NO_USAGE_STATS": "1",

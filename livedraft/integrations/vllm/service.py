@@ -66,6 +66,7 @@ class VllmService:
         self.num_unknown = self.num_bad_shipments = 0
         self._url = url
         self._lock: TextIO | None = None
+        self._exporting = threading.Lock()
         self.capture: Capture | None = None
         self.trainer: TrainerProcess | None = None
         self.upkeep: Upkeep | None = None
@@ -174,8 +175,9 @@ class VllmService:
                 self.capture.offer(trace)
 
     def export(self, version_id: str) -> ExportedVersion:
-        """As vLLM takes it. Raises UserError."""
-        return exported(self.registry, version_id, self.target)
+        """As vLLM takes it; from any thread. Raises UserError."""
+        with self._exporting:
+            return exported(self.registry, version_id, self.target)
 
     def weights_file(self, version_id: str) -> Path | None:
         """Of a version that was exported, for replicas elsewhere."""

@@ -67,6 +67,7 @@ class Shipper:
                 batch.append(request)
             if batch:
                 self._deliver(batch)
+        self._hang_up()
 
     def _deliver(self, batch: list[TappedRequest]) -> None:
         body = pack(batch)
@@ -99,5 +100,10 @@ class Shipper:
             return response.status
         except (OSError, http.client.HTTPException) as error:
             self.last_problem = f"{type(error).__name__}: {error}"
-            self._connection = None
+            self._hang_up()
             return None
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

@@ -95,8 +95,9 @@ def vllm():
 
 @pytest.fixture
 def make(vllm, tmp_path):
-    """(httpx client of the public server, service) with these URLs behind it."""
-    made = []
+    """(a function that asks the public server, its service, itself) with these URLs behind it."""
+    made: list[VllmServer] = []
+    loop = asyncio.new_event_loop()
 
     def build(*urls: str, **config):
         busy: list[bool] = []
@@ -108,16 +109,28 @@ def make(vllm, tmp_path):
         service.take = lambda body: not service.is_full and (service.shipments.append(body) or True)
         server = VllmServer(service)
         server.phase = "ready"
-        transport = httpx.ASGITransport(create_app(server))
-        client = httpx.AsyncClient(transport=transport, base_url="http://public")
-        made.append((client, server))
-        return client, service, server
 
-    return build
+        def ask(method: str, path: str, **options) -> httpx.Response:
+            return loop.run_until_complete(_ask(server, method, path, options))
+
+        made.append(server)
+        return ask, service, server
+
+    yield build
+    for server in made:
+        loop.run_until_complete(server.http.aclose())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+async def _ask(server: VllmServer, method: str, path: str, options: dict) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(server))
+    async with httpx.AsyncClient(transport=transport, base_url="http://public") as client:
+        return await client.request(method, path, **options)
 
 
 def post(client, path="/v1/completions", **options):
-    return asyncio.run(client.post(path, **({"json": {"prompt": "a b"}} | options)))
+    return client("POST", path, **({"json": {"prompt": "a b"}} | options))
 
 
 def _known(vllm, service, index=-1):
@@ -173,7 +186,7 @@ def test_requests_that_generate_nothing_are_private_too(vllm, make):
     "path",
     [
         "/collective_rpc", "/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/sleep", "/server_info",
-        "/v1/load_lora_adapter", "/v1//../pause", "/v1/..", "/v1/%2e%2e/pause", "/v1/x/%2E%2E/%2e%2e/pause",
+        "/v1/load_lora_adapter", "/v1//pause", "/v1/..", "/v1/%2e%2e/pause", "/v1/x/%2E%2E/%2e%2e/pause",
         "/v1/a%3fb", "/invocations",
     ],
 )  # fmt: skip
@@ -236,7 +249,7 @@ def test_keys_are_asked_for(vllm, make):
     client, _, _ = make(api_keys=("k",), admin_key="boss")
     assert post(client).status_code == 401
     assert post(client, headers={"authorization": "Bearer k"}).status_code == 200
-    assert asyncio.run(client.get("/admin/drafts", headers={"authorization": "Bearer k"})).status_code == 401
+    assert client("GET", "/admin/drafts", headers={"authorization": "Bearer k"}).status_code == 401
 
 
 def test_a_sampler_that_could_not_be_mended_is_not_used(vllm, make):
@@ -254,18 +267,18 @@ def test_replicas_send_and_fetch_under_their_own_key(make, tmp_path):
     key = {"authorization": "Bearer key"}
     for wrong in ({}, {"authorization": "Bearer k"}):
         assert post(client, "/replica/traces", content=b"x", json=None, headers=wrong).status_code == 401
-        assert asyncio.run(client.get("/replica/versions/v1", headers=wrong)).status_code == 401
+        assert client("GET", "/replica/versions/v1", headers=wrong).status_code == 401
     assert post(client, "/replica/traces", content=b"x", json=None, headers=key).status_code == 204
     assert service.shipments == [b"x"]
     service.is_full = True
     assert post(client, "/replica/traces", content=b"x", json=None, headers=key).status_code == 503
-    assert asyncio.run(client.get("/replica/versions/v1", headers=key)).content == b"weights"
-    assert asyncio.run(client.get("/replica/versions/v2", headers=key)).status_code == 404
+    assert client("GET", "/replica/versions/v1", headers=key).content == b"weights"
+    assert client("GET", "/replica/versions/v2", headers=key).status_code == 404
 
 
 def test_health_says_when_no_replica_is_up(make):
     client, service, _ = make()
-    assert asyncio.run(client.get("/health")).status_code == 200
+    assert client("GET", "/health").status_code == 200
     service.fleet.members = []
-    answer = asyncio.run(client.get("/health"))
+    answer = client("GET", "/health")
     assert answer.status_code == 503 and json.loads(answer.content)["status"] == "no replica is up"

@@ -43,7 +43,12 @@ def test_the_inside_part_is_all_that_the_extension_imports(tmp_path):
         "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'livedraft'))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(part)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(part)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert sorted(found.stdout.split()) == sorted(str(file) for file in part.rglob("*.py"))
 
