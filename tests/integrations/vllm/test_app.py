@@ -22,7 +22,7 @@ class FakeVllm:
         self.behave = "answer"
         self.gone = threading.Event()
         self.go_on = threading.Event()
-        config = uvicorn.Config(self._app, port=0, log_level="error", lifespan="off")
+        config = uvicorn.Config(self._app, port=0, log_level="error", lifespan="off", interface="asgi3")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
@@ -205,7 +205,7 @@ def test_a_stream_comes_as_it_is_made(vllm):
         capture=object(), state=None, replica_key="key", set_busy=lambda is_busy: None, start=lambda: None, close=lambda: None,
     )  # fmt: skip
     server = VllmServer(service)
-    public = uvicorn.Server(uvicorn.Config(create_app(server), port=0, log_level="error"))
+    public = uvicorn.Server(uvicorn.Config(create_app(server), port=0, log_level="error", interface="asgi3"))
     thread = threading.Thread(target=public.run, daemon=True)
     thread.start()
     while not public.started or server.phase != "ready":
