@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -213,10 +214,33 @@ def test_what_changes_the_server_is_not_public(fleet):
     assert httpx.post(f"{server.url}/replica/traces", content=b"").status_code == 401
 
 
-def test_the_end_leaves_no_server_behind(vllm_python, models, tmp_path):
-    arguments = (models["target"], "--python", vllm_python, "--state", tmp_path, "--draft", "none", "--no-learn")
+def test_after_a_kill_of_the_parent_the_next_start_ends_what_it_left(vllm_python, models, tmp_path):
+    """And a parent that ends in good order leaves nothing."""
+    arguments = (
+        models["target"],
+        "--python",
+        vllm_python,
+        "--state",
+        tmp_path,
+        "--draft",
+        models["good"],
+        "--no-learn",
+    )
+    marker = tmp_path / "vllm" / "replica-0.pid"
     with ServerProcess(*arguments, verb=("vllm", "serve"), LIVEDRAFT_ENGINE__KV_CACHE_GB="0.125") as server:
-        pid = int((tmp_path / "vllm" / "replica-0.pid").read_text())
+        left = int(marker.read_text())
+        server.stop(signal.SIGKILL)
+    os.kill(left, 0)  # it runs on, and nobody can reach it
+    with ServerProcess(*arguments, verb=("vllm", "serve"), LIVEDRAFT_ENGINE__KV_CACHE_GB="0.125") as server:
+        fresh = int(marker.read_text())
+        assert fresh != left and not _is_alive(left) and _is_alive(fresh)
         assert server.stop() == 0
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pid, 0)
+    assert not _is_alive(fresh)
+
+
+def _is_alive(pid: int) -> bool:
+    """A process that ended under another parent may stay as a zombie where nobody reaps."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False

@@ -40,7 +40,10 @@ from livedraft.server.errors import ApiError, error_body, error_response
 from livedraft.server.gate import Gate, Receive, Scope, Send
 
 logger = logging.getLogger("livedraft")
-_PUBLIC = re.compile(r"/v1/[A-Za-z0-9_.:/-]+|/(tokenize|detokenize|version|ping)")
+_PUBLIC = re.compile(
+    r"/v1/[A-Za-z0-9_.:/-]+|/v2/(embed|rerank)|/cohere/v2/chat(/render)?"
+    r"|/(tokenize|detokenize|tokenizer_info|version|ping|classify|pooling|rerank|score|generative_scoring)"
+)
 _NOT_PUBLIC = re.compile(r"/v1/(un)?load_lora_adapter.*|.*//.*|.*/\.\.?(/.*)?")
 """They change the server; and whatever a client library may rewrite into another path."""
 _GENERATING = re.compile(r"/v1/(chat/completions|completions|responses|messages)")
@@ -84,9 +87,10 @@ class VllmServer:
             self.phase = "ready"
 
     def drain(self) -> None:
-        self.phase = "draining"
-        if self.service.fleet is not None:
+        """Nothing new is taken; what runs goes on, and so does vLLM. While it starts there is nothing to wait for."""
+        if self.phase == "loading" and self.service.fleet is not None:
             self.service.fleet.stop_starting()
+        self.phase = "draining"
 
     @property
     def served(self) -> Described | None:

@@ -58,8 +58,13 @@ class Member:
     counts_at_swap: LiveCounts = field(default_factory=lambda: NO_COUNTS)
     last_swap: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def life(self) -> tuple[int, int]:
+        """Another one after each start and swap: counts of two lives are not to be compared."""
+        return self.num_starts, self.num_swaps
+
     def counts(self) -> LiveCounts:
-        """Of the draft it has now. Raises ReplicaError."""
+        """Of the draft it has now, since it has it. Raises ReplicaError."""
         return self.replica.counts().since(self.counts_at_swap)
 
 
@@ -182,10 +187,13 @@ class Fleet:
         member.capabilities = member.replica.probe()
         resident = wanted.version if is_launched and self._method == "draft_model" else "none"
         wiring = self._wiring
-        member.can_swap = member.replica.start_tap(
+        reason = member.replica.start_tap(
             version=resident, target=wiring.target_fingerprint, url=f"{wiring.url}/replica/traces", token=wiring.token,
             is_on=wiring.tap,
         )  # fmt: skip
+        member.can_swap = not reason
+        if reason and member.capabilities.has_draft:
+            raise UserError(f"The draft of the vLLM server at {member.name} cannot be swapped: {reason}")
         member.version, member.counts_at_swap = resident, member.replica.counts()
         member.num_sick_looks = 0
         if member.can_swap and resident != wanted.version:

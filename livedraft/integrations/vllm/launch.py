@@ -95,7 +95,8 @@ def write_inside_part(folder: Path) -> Path:
 
 def _environment(inside_part: Path | None) -> dict[str, str]:
     """For the child: ours without what only we need."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LIVEDRAFT_", "PYTHON"))}
+    ours = ("LIVEDRAFT_", "PYTHON", "VLLM_API_KEY")  # the public server asks for keys, vLLM on loopback for none
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     if inside_part is None:
         return kept
     return kept | {

@@ -109,10 +109,10 @@ class Replica:
             has_draft=first["has_draft"], sampling=first["sampling"], device=first["device"],
         )  # fmt: skip
 
-    def start_tap(self, *, version: str, target: str, url: str, token: str, is_on: bool) -> bool:
-        """Returns whether its draft can be swapped."""
+    def start_tap(self, *, version: str, target: str, url: str, token: str, is_on: bool) -> str:
+        """Returns why its draft cannot be swapped; empty when it can."""
         settings = {"version": version, "target": target, "url": url, "token": token, "tap": is_on}
-        return bool(self.call("livedraft_start", json.dumps(settings))[0]["can_swap"])
+        return next((one["reason"] for one in self.call("livedraft_start", json.dumps(settings)) if one["reason"]), "")
 
     def report(self) -> dict[str, Any]:
         report: dict[str, Any] = self.call("livedraft_report")[0]

@@ -38,8 +38,8 @@ class Trial:
     canary: Member | None
     old_counts: LiveCounts
     """With no other replica to compare with: what the version before had come to."""
-    started: dict[str, LiveCounts] = field(default_factory=dict)
-    """By member: what it had counted when the trial began, of those that go on with the version before."""
+    started: dict[str, tuple[tuple[int, int], LiveCounts]] = field(default_factory=dict)
+    """By member: its life, and what it had counted, when the trial began; of those that go on with the version before."""
     started_at: float = field(default_factory=time.monotonic)
 
 
@@ -149,7 +149,7 @@ class Rollout:
             self._serve_later(version)
             return
         old_counts = self._total(members)
-        started = {member.name: member.counts() for member in members[1:]}
+        started = {member.name: (member.life, member.counts()) for member in members[1:]}
         try:
             self._give(members[:1], version)
         except UserError as error:
@@ -196,13 +196,21 @@ class Rollout:
         counts = [asdict(member.counts()) for member in members]
         return LiveCounts(**{name: sum(one[name] for one in counts) for name in asdict(NO_COUNTS)})
 
+    @staticmethod
+    def _others_since(trial: Trial, members: Sequence[Member]) -> LiveCounts:
+        """Of those that served the version before all the while; one that has restarted counts from there."""
+        others = []
+        for member in members:
+            life, counts = trial.started.get(member.name, (None, NO_COUNTS))
+            if member.version == trial.old.id and life is not None:
+                others.append(asdict(member.counts().since(counts if member.life == life else NO_COUNTS)))
+        return LiveCounts(**{name: sum(one[name] for one in others) for name in asdict(NO_COUNTS)})
+
     def _judge(self, trial: Trial, *, is_next_waiting: bool) -> None:
         members = self._swappable()
         news = [member for member in members if member.version == trial.new.id]
         if trial.stage == "canary":
-            others = [member for member in members if member.version == trial.old.id and member.name in trial.started]
-            old_now = [member.counts().since(trial.started[member.name]) for member in others]
-            old = LiveCounts(**{name: sum(getattr(one, name) for one in old_now) for name in asdict(NO_COUNTS)})
+            old = self._others_since(trial, members)
         else:
             old = trial.old_counts
         new = self._total(news)

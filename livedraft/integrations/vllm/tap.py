@@ -95,6 +95,7 @@ class Tap:
         self._runner, self._deliver = runner, deliver
         self.version = version
         self.is_on = False
+        self.problem = ""
         self.num_rounds = self.num_dropped_rounds = self.num_dropped_requests = self.num_requests = 0
         self._known: set[str] = set()
         """Requests of which the other thread has prompt and parameters."""
@@ -135,13 +136,25 @@ class Tap:
         return self._verify(metadata, draft_probs, logits, sampling_metadata)
 
     def _tapped_sample(self, logits: torch.Tensor | None, metadata: Any) -> Any:
-        this = self._look(logits, metadata) if self.is_on and logits is not None else None
+        this = None
+        if self.is_on and logits is not None:
+            try:
+                this = self._look(logits, metadata)
+            except Exception as error:
+                self._fail(error)
         self._draft_probs = None
         output = self._sample(logits, metadata)
         if this is not None:
-            self._keep(this, output.sampled_token_ids, metadata)
+            try:
+                self._keep(this, output.sampled_token_ids, metadata)
+            except Exception as error:
+                self._fail(error)
         self._draft_probs = None
         return output
+
+    def _fail(self, error: Exception) -> None:
+        """Whatever is wrong with the tap, serving goes on without it."""
+        self.is_on, self.problem = False, f"The tap failed and is off: {type(error).__name__}: {error}"
 
     def _look(self, logits_RV: torch.Tensor, metadata: Any) -> _Round | None:
         """Before sampling, which may write over the logits."""

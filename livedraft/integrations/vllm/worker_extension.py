@@ -85,16 +85,20 @@ class WorkerExtension:
         _stop(state)
         state.version = given["version"]
         draft_config = getattr(worker.vllm_config.speculative_config, "draft_model_config", None)
+        state.stage, reason = None, "It was started without a draft."
         if draft_config is not None and worker.get_draft_model() is not None:
-            found = read_manifest(Path(draft_config.model) / _DRAFT_FILE)
-            expected = WeightsManifest(tensors=found.tensors, target=given["target"], version=found.version)
-            state.stage = Stage(expected)
+            try:
+                found = read_manifest(Path(draft_config.model) / _DRAFT_FILE)
+                expected = WeightsManifest(tensors=found.tensors, target=given["target"], version=found.version)
+                state.stage, reason = Stage(expected), ""
+            except BadWeightsError as error:  # a hub's name, or weights in several files
+                reason = str(error)
         if int(worker.rank) == 0:
             state.shipper = Shipper(given["url"], given["token"]) if given.get("url") else None
             deliver = state.shipper.offer if state.shipper else state.collected.append
             state.tap = Tap(worker.model_runner, deliver=deliver, version=state.version)
             state.tap.is_on = bool(given.get("tap", True))
-        return {"version": state.version, "can_swap": state.stage is not None}
+        return {"version": state.version, "can_swap": state.stage is not None, "reason": reason}
 
     def livedraft_tap(self, is_on: str) -> dict[str, Any]:
         """On or off, live."""
@@ -116,7 +120,7 @@ class WorkerExtension:
             "num_dropped": (tap.num_dropped_requests if tap else 0) + (shipper.num_dropped if shipper else 0),
             "num_shipped": shipper.num_shipped if shipper else 0,
             "num_bytes": shipper.num_bytes if shipper else 0,
-            "last_problem": shipper.last_problem if shipper else "",
+            "last_problem": (tap.problem if tap else "") or (shipper.last_problem if shipper else ""),
         }
 
     def livedraft_stage(self, order: str) -> dict[str, Any]:

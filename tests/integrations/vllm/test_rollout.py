@@ -28,6 +28,7 @@ class FakeMember:
     phase: str = "ready"
     num_running: int = 0
     totals: tuple[int, int] = (0, 0)  # rounds, accepted, of the draft it has
+    life: tuple[int, int] = (1, 0)
 
     def counts(self) -> LiveCounts:
         rounds, accepted = self.totals
@@ -158,6 +159,19 @@ def test_what_the_others_did_before_the_trial_is_no_evidence(make):
     stage.members[1].serve(1000, GOOD)
     stage.rollout.look()
     assert stage.status("v1") == "in_service"
+
+
+def test_one_of_the_others_that_restarts_meanwhile_counts_from_there(make):
+    stage = make(2)
+    stage.members[1].serve(5000, 0.9)
+    stage.canary("v1")
+    stage.rollout.look()
+    stage.members[1].totals, stage.members[1].life = (0, 0), (2, 0)
+    stage.members[0].serve(1000, GOOD)
+    stage.members[1].serve(1000, GOOD)
+    stage.rollout.look()
+    assert stage.status("v1") == "in_service"
+    assert stage.registry.version("v1")["decision"]["parent_live_rounds"] == 1000
 
 
 def test_weights_that_a_replica_refuses_are_set_aside_and_serving_goes_on(make):

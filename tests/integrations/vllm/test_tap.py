@@ -179,6 +179,15 @@ def test_a_token_taken_back_drops_the_request(tapping):
     assert delivered == [] and tap.num_dropped_requests == 1
 
 
+@pytest.mark.parametrize("missing", ["discard_request_mask", "requests"])
+def test_a_tap_that_fails_is_off_and_serving_goes_on(tapping, missing):
+    runner, tap, delivered = tapping
+    runner.add(ID, [1])
+    setattr(runner, missing, None)
+    assert runner._sample(logits(1), None).sampled_token_ids is runner.next_tokens
+    assert not tap.is_on and tap.problem.startswith("The tap failed and is off: ")
+
+
 def test_closing_leaves_the_runner_as_it_was():
     runner = Runner()
     sample, execute, verify = runner._sample, runner.execute_model, runner.rejection_sampler.forward
