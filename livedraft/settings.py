@@ -36,6 +36,8 @@ else:
 _PREFIX = "LIVEDRAFT_"
 _OTHER_VARIABLES = ("LIVEDRAFT_MODELS", "LIVEDRAFT_CONFIG")
 """Read elsewhere: where models are kept, and which file to read."""
+_LISTS = ("api_keys", "attach", "arguments")
+"""Keys that the environment writes with commas."""
 SECTIONS: dict[str, type] = {
     "model": ServedModelConfig,
     "engine": EngineConfig,
@@ -68,18 +70,22 @@ def load_settings(
 
     `flags` holds only what was given; None values do not count.
     """
+    return Settings(**_merged(SECTIONS, _sources(file, environment, SECTIONS) | {"the command line": _given(flags)}))
+
+
+def _sources(
+    file: Path | None, environment: Mapping[str, str], sections: Mapping[str, type]
+) -> dict[str, dict[str, Any]]:
     file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
-    sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
-    return Settings(**_merged(SECTIONS, sources | {"the command line": _given(flags)}))
+    return {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment, sections)}
 
 
 def load_vllm_settings(
     file: Path | None, flags: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] = os.environ
 ) -> tuple[Settings, VllmConfig]:
     """For `livedraft vllm serve`: the same, with a table [vllm]. Raises UserError as `load_settings`."""
-    file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
-    sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
-    merged = _merged({**SECTIONS, "vllm": VllmConfig}, sources | {"the command line": _given(flags)})
+    sections = {**SECTIONS, "vllm": VllmConfig}
+    merged = _merged(sections, _sources(file, environment, sections) | {"the command line": _given(flags)})
     config: VllmConfig = merged.pop("vllm")
     return Settings(**merged), config
 
@@ -137,16 +143,16 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise UserError(f"The settings file {file} cannot be read: {error}.") from error
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _from_environment(environment: Mapping[str, str], sections: Mapping[str, type]) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {}
     for name, value in environment.items():
         if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES:
             continue
         section, _, key = name.removeprefix(_PREFIX).lower().partition("__")
-        if section not in SECTIONS or not key:
-            known = [f"{_PREFIX}{one.upper()}__..." for one in SECTIONS]
+        if section not in sections or not key:
+            known = [f"{_PREFIX}{one.upper()}__..." for one in sections]
             raise UserError(f"The environment variable {name} is none of {', '.join([*known, *_OTHER_VARIABLES])}.")
-        values.setdefault(section, {})[key] = tuple(value.split(",")) if key == "api_keys" else value
+        values.setdefault(section, {})[key] = tuple(value.split(",")) if key in _LISTS else value
     return values
 
 

@@ -14,7 +14,7 @@ from livedraft.drafts.registry import Registry
 from livedraft.learning.store import TraceStore
 from tests.e2e.server_process import ServerProcess
 
-NUM_REQUESTS, NUM_TOKENS, CONCURRENCY = 150, 64, 4
+NUM_REQUESTS, NUM_TOKENS, CONCURRENCY, BURST = 150, 64, 8, 15
 ADMIN = {"Authorization": "Bearer boss"}
 pytestmark = pytest.mark.timeout(1200)
 
@@ -78,23 +78,43 @@ def test_a_draft_learns_what_vllm_serves_and_is_swapped_in(served):
     prompts = plant_shop_prompts(NUM_REQUESTS, seed=0)
     store, registry = TraceStore(state), Registry(state)
     first = registry.in_service(ROUTE)
-    for start in range(0, NUM_REQUESTS, 10):
-        asyncio.run(_ask(server.url, prompts[start : start + 10]))
-        time.sleep(4.0)  # traffic comes in bursts; between two the trainer has the machine
-    deadline = time.monotonic() + 60
-    while len([row for row in store.rows() if row.alpha is not None]) < NUM_REQUESTS and time.monotonic() < deadline:
-        time.sleep(0.5)
-    rows = store.rows()
-    assert len(rows) == NUM_REQUESTS
-    alphas = [row.alpha for row in rows if row.alpha is not None]
-    assert len(alphas) >= 0.95 * NUM_REQUESTS
-    start, end = sum(alphas[:15]) / 15, sum(alphas[-15:]) / 15
+    alphas: list[float] = []
+    for start in range(0, NUM_REQUESTS, BURST):
+        asyncio.run(_ask(server.url, prompts[start : start + BURST]))
+        alphas = _scored(store, start + BURST)  # meanwhile the trainer has the machine: traffic comes in bursts
+        if start and _mean(alphas[-BURST:]) >= _mean(alphas[:BURST]) + 0.2:
+            break
     events = httpx.get(f"{server.url}/admin/events?limit=1000", headers=ADMIN, timeout=30).json()["events"]
     swaps = [event for event in events if event["event"] == "replica_swapped"]
-    print(f"alpha {start:.3f} -> {end:.3f}, {len(swaps)} swaps, paused {[event['paused_seconds'] for event in swaps]}")
-    assert end >= start + 0.2
+    tapped = httpx.get(f"{server.url}/metrics", timeout=30).text
+    num_bytes = next(
+        float(line.split()[-1]) for line in tapped.splitlines() if line.startswith("livedraft:tap_bytes_total{")
+    )
+    num_tokens = sum(row.num_output_tokens for row in store.rows())
+    print(
+        f"alpha {_mean(alphas[:BURST]):.3f} -> {_mean(alphas[-BURST:]):.3f} over {len(alphas)} requests, {len(swaps)} swaps"
+    )
+    print(f"paused {[event['paused_seconds'] for event in swaps]} s, {num_bytes / num_tokens:.0f} bytes a token")
+    assert _mean(alphas[-BURST:]) >= _mean(alphas[:BURST]) + 0.2
+    assert len(store.rows()) == len(alphas) <= NUM_REQUESTS
     assert swaps and registry.in_service(ROUTE).id != first.id
-    assert any(row.is_held_out for row in rows)
+    assert any(row.is_held_out for row in store.rows())
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _scored(store: TraceStore, count: int) -> list[float]:
+    """Once so many requests have their alpha, and a moment later."""
+    deadline = time.monotonic() + 60
+    while True:
+        alphas = [row.alpha for row in store.rows() if row.alpha is not None]
+        if len(alphas) >= count:
+            time.sleep(3.0)
+            return alphas
+        assert time.monotonic() < deadline, f"{len(alphas)} of {count} requests were tapped and scored"
+        time.sleep(0.2)
 
 
 def test_what_is_not_to_be_stored_is_not(served):

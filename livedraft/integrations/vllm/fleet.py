@@ -17,7 +17,13 @@ from typing import Literal
 from livedraft.engine.watch import LiveCounts
 from livedraft.events import Events
 from livedraft.integrations.vllm.drafts import ExportedVersion
-from livedraft.integrations.vllm.launch import LaunchConfig, VllmProcess, end_leftover, free_port
+from livedraft.integrations.vllm.launch import (
+    LaunchConfig,
+    VllmProcess,
+    available_cores,
+    end_leftover,
+    free_port,
+)
 from livedraft.integrations.vllm.replica import (
     Capabilities,
     DeadEngineError,
@@ -95,6 +101,7 @@ class Fleet:
         assert launch is not None or not num_launched
         self._launch, self._method, self._wiring, self._wanted = launch, method, wiring, wanted
         self._folder, self._events = folder, events
+        self._num_launched = num_launched
         self._closing = threading.Event()
         self.members = [Member(name=f"replica {n}", replica=Replica("")) for n in range(num_launched)]
         self.members += [Member(name=url, replica=Replica(url)) for url in attached]
@@ -177,9 +184,11 @@ class Fleet:
             end_leftover(marker)
             port = free_port()
             draft = wanted.folder if self._method == "draft_model" else None
+            cores = available_cores()
             member.process = VllmProcess(
-                self._launch, port=port, draft=draft, method=self._method, log=self._folder / f"replica-{index}.log"
-            )
+                self._launch, port=port, draft=draft, method=self._method, log=self._folder / f"replica-{index}.log",
+                core=cores[index % len(cores)] if self._num_launched > 1 else None,
+            )  # fmt: skip
             marker.write_text(str(member.process.pid), encoding="utf-8")
             member.replica.close()
             member.replica = Replica(f"http://127.0.0.1:{port}")

@@ -108,6 +108,12 @@ def _environment(inside_part: Path | None) -> dict[str, str]:
     }
 
 
+def available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -178,15 +184,21 @@ def end_leftover(marker: Path) -> None:
 class VllmProcess:
     """One server process, its own process group: vLLM starts children."""
 
-    def __init__(self, config: LaunchConfig, *, port: int, draft: Path | None, method: str, log: Path) -> None:
-        """Raises UserError when it cannot be started at all."""
+    def __init__(
+        self, config: LaunchConfig, *, port: int, draft: Path | None, method: str, log: Path, core: int | None = None
+    ) -> None:
+        """`core`: bind its computing to that one, on a CPU with several servers, which would all choose the same. Raises
+        UserError when it cannot be started at all."""
+        environment = _environment(config.inside_part)
+        if core is not None and config.environment.is_cpu:
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
         self.port, self._log = port, log
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
                     config.command(port, draft, method), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    env=_environment(config.inside_part), start_new_session=True,
+                    env=environment, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
             raise UserError(f"vLLM could not be started ({error}).") from error

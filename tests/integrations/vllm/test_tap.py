@@ -181,7 +181,7 @@ def test_a_token_taken_back_drops_the_request(tapping):
 
 @pytest.mark.parametrize("missing", ["discard_request_mask", "requests"])
 def test_a_tap_that_fails_is_off_and_serving_goes_on(tapping, missing):
-    runner, tap, delivered = tapping
+    runner, tap, _ = tapping
     runner.add(ID, [1])
     setattr(runner, missing, None)
     assert runner._sample(logits(1), None).sampled_token_ids is runner.next_tokens
