@@ -11,10 +11,13 @@ import httpx
 import pytest
 import torch
 
+from livedraft.config import SpeculationConfig
 from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_events
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import draft_from_model, save_draft
+from livedraft.integrations.vllm.drafts import exported, first_version, read_target
+from livedraft.integrations.vllm.launch import Environment, LaunchConfig, VllmProcess, free_port, write_inside_part
 from livedraft.models.load import load_model
 from livedraft.records import DraftVersion
 from tests.e2e.server_process import ServerProcess
@@ -236,6 +239,46 @@ def test_after_a_kill_of_the_parent_the_next_start_ends_what_it_left(vllm_python
         assert fresh != left and not _is_alive(left) and _is_alive(fresh)
         assert server.stop() == 0
     assert not _is_alive(fresh)
+
+
+def test_a_server_started_elsewhere_is_attached_fetches_its_drafts_by_http_and_is_left_as_it_was(
+    vllm_python, models, tmp_path
+):
+    state = tmp_path / "state"
+    registry, speculation = Registry(state), SpeculationConfig()
+    target = read_target(models["target"], speculation)
+    first = first_version(registry, target, str(models["bad"]), speculation)
+    config = LaunchConfig(
+        environment=Environment(python=vllm_python, version="0.32.0", is_cpu=True), target=models["target"], served_name="tiny",
+        inside_part=write_inside_part(tmp_path / "inside"), num_speculative_tokens=3, max_model_len=512,
+        kv_cache_bytes=2**27,
+    )  # fmt: skip
+    port = free_port()
+    draft = exported(registry, first.id, target).folder
+    process = VllmProcess(config, port=port, draft=draft, method="draft_model", log=tmp_path / "vllm.log")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        arguments = (
+            models["target"],
+            "--attach",
+            url,
+            "--state",
+            state,
+            "--no-learn",
+            "--admin-key",
+            "boss",
+            "--served-model-name",
+            "tiny",
+        )
+        with ServerProcess(*arguments, verb=("vllm", "serve")) as server:
+            assert _versions(server) == [first.id]  # whatever it had before
+            good = _publish(registry, models["good"], "imported")
+            assert httpx.post(f"{server.url}/admin/drafts/{good.id}/promote", headers=ADMIN).status_code == 200
+            _until(lambda: _versions(server) == [good.id], 60)
+            assert _rate(server, lambda: _streams(server)) > 0.9
+        assert httpx.get(f"{url}/health").status_code == 200
+    finally:
+        process.end(at_once=True)
 
 
 def _is_alive(pid: int) -> bool:
