@@ -217,6 +217,7 @@ def verify(draft: torch.nn.Module, tensors: dict[str, torch.Tensor], *, is_whole
     the file's weights do. With tensor parallelism (not `is_whole`) a rank holds pieces, and only norms are compared. Returns
     how many modules were looked at. Raises SwapError."""
     num_verified = 0
+    dtype = next(parameter.dtype for parameter in draft.parameters() if parameter.numel())  # that it computes in
     for name, module in draft.named_modules():
         parts = list(_parts_of(name, tensors))
         if not parts:
@@ -234,7 +235,7 @@ def verify(draft: torch.nn.Module, tensors: dict[str, torch.Tensor], *, is_whole
             if not torch.equal(found.to(parts[0].dtype), parts[0][ids]):
                 raise SwapError(f"{name} is not what was sent.")
         else:
-            _probe(name, module, torch.cat(parts))
+            _probe(name, module, torch.cat(parts), dtype)
         num_verified += 1
     return num_verified
 
@@ -251,9 +252,9 @@ def _parts_of(name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Ten
             yield tensors["model.embed_tokens.weight"]
 
 
-def _probe(name: str, module: torch.nn.Module, weight_OI: torch.Tensor) -> None:
+def _probe(name: str, module: torch.nn.Module, weight_OI: torch.Tensor, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    probe_1I = torch.randn(1, weight_OI.shape[1], generator=generator).to(weight_OI.dtype)
+    probe_1I = torch.randn(1, weight_OI.shape[1], generator=generator).to(dtype)
     expected_O = (probe_1I.float() @ weight_OI.float().T)[0]
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
     method = getattr(module, "quant_method", None)
