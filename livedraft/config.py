@@ -346,6 +346,8 @@ class VllmConfig:
     """Drafted in every round: vLLM does not choose by itself."""
     tap: bool = True
     """Record what the target verifies; without it nothing is learnt."""
+    tap_share: float = 1.0
+    """Of the requests: more servers than the learner keeps up with record a part each (docs/scale.md)."""
     arguments: tuple[str, ...] = ()
     """For vLLM's own command line, after livedraft's."""
 
@@ -363,6 +365,7 @@ class VllmConfig:
             all(url.startswith(("http://", "https://")) for url in self.attach),
             f"attach takes URLs such as http://127.0.0.1:8001, got {', '.join(self.attach)}.",
         )
+        _require(0.0 < self.tap_share <= 1.0, f"tap_share must lie in (0, 1], got {self.tap_share}; for none set tap.")
         _require(self.replica_key != "", "replica_key must not be empty; leave it out for one of this run.")
 
 

@@ -45,8 +45,8 @@ class Figures:
     pause_seconds: float = 0.3
     canary_rounds: float = 32.0
     tokens_per_round: float = 1.5
-    fetches_together: int = 1
-    """Replicas that are given a version at the same time; today one after the other."""
+    fetches_together: int = 8
+    """Replicas that are given a version at the same time, of many (`MOST_TOGETHER` in the rollout)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def simulate(num_replicas: int, figures: Figures, *, hours: float = 2.0) -> Outc
 
 def _rollout_seconds(num_replicas: int, figures: Figures) -> float:
     """Replicas are given a version a few at a time; the learner's network is shared by those."""
-    together = min(figures.fetches_together, num_replicas)
+    together = max(1, min(figures.fetches_together, num_replicas // 4))
     fetch = figures.version_bytes * together / figures.learner_bytes_per_second
     return (num_replicas / together) * (fetch + figures.stage_seconds + figures.pause_seconds)
 

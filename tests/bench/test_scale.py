@@ -17,13 +17,13 @@ def test_traffic_grows_with_the_replicas_and_what_is_trained_on_stops_at_what_th
     assert many.share_trained_on == pytest.approx(1000 / 60_000) and many.learner_load == 1.0
 
 
-def test_a_rollout_one_after_the_other_takes_as_long_as_all_together():
+def test_a_rollout_goes_by_a_quarter_at_a_time_and_no_more_than_so_many():
     fetch = FIGURES.version_bytes / FIGURES.learner_bytes_per_second
-    each = fetch + FIGURES.stage_seconds + FIGURES.pause_seconds
-    assert simulate(10, FIGURES).rollout_seconds == pytest.approx(10 * each)
-    together = replace(FIGURES, fetches_together=100)
-    assert simulate(1000, together).rollout_seconds == pytest.approx(10 * (100 * fetch + 0.5 + 0.3))
-    assert simulate(1000, together).staleness_seconds < simulate(1000, FIGURES).staleness_seconds
+    assert simulate(3, FIGURES).rollout_seconds == pytest.approx(3 * (fetch + 0.5 + 0.3))
+    assert simulate(16, FIGURES).rollout_seconds == pytest.approx(4 * (4 * fetch + 0.5 + 0.3))
+    assert simulate(1000, FIGURES).rollout_seconds == pytest.approx(125 * (8 * fetch + 0.5 + 0.3))
+    one_by_one = replace(FIGURES, fetches_together=1)
+    assert simulate(1000, FIGURES).staleness_seconds < simulate(1000, one_by_one).staleness_seconds
 
 
 def test_swap_traffic_is_promotions_times_replicas_times_size():

@@ -82,6 +82,7 @@ class Wiring:
     token: str
     target_fingerprint: str
     tap: bool = True
+    tap_share: float = 1.0
 
 
 class Fleet:
@@ -198,7 +199,7 @@ class Fleet:
         wiring = self._wiring
         reason = member.replica.start_tap(
             version=resident, target=wiring.target_fingerprint, url=f"{wiring.url}/replica/traces", token=wiring.token,
-            is_on=wiring.tap,
+            is_on=wiring.tap, share=wiring.tap_share,
         )  # fmt: skip
         member.can_swap = not reason
         if reason and member.capabilities.has_draft:

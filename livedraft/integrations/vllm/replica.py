@@ -109,9 +109,9 @@ class Replica:
             has_draft=first["has_draft"], sampling=first["sampling"], device=first["device"],
         )  # fmt: skip
 
-    def start_tap(self, *, version: str, target: str, url: str, token: str, is_on: bool) -> str:
+    def start_tap(self, *, version: str, target: str, url: str, token: str, is_on: bool, share: float) -> str:
         """Returns why its draft cannot be swapped; empty when it can."""
-        settings = {"version": version, "target": target, "url": url, "token": token, "tap": is_on}
+        settings = {"version": version, "target": target, "url": url, "token": token, "tap": is_on, "share": share}
         return next((one["reason"] for one in self.call("livedraft_start", json.dumps(settings)) if one["reason"]), "")
 
     def report(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ from livedraft.integrations.vllm.replica import RefusedError
 from livedraft.records import DraftVersion, UserError
 
 POLL_SECONDS = 0.5
+MOST_TOGETHER = 8
+"""Replicas swapped at the same time: a quarter of all, so that the others serve meanwhile, and no more than these."""
 
 
 @dataclass(kw_only=True)
@@ -110,11 +113,16 @@ class Rollout:
         return trial.new if trial is not None and is_canary else self.serving
 
     def _bring_in_line(self) -> None:
-        """A member that was away, or whose swap did not come about."""
+        """Members that were away, or whose swap did not come about."""
+        behind: dict[str, list[Member]] = {}
+        wanted = {}
         for member in self._swappable():
-            wanted = self.wanted_of(member)
-            if member.version != wanted.id:
-                self._give([member], wanted)
+            version = self.wanted_of(member)
+            if member.version != version.id:
+                wanted[version.id] = version
+                behind.setdefault(version.id, []).append(member)
+        for version_id, members in behind.items():
+            self._give(members, wanted[version_id])
 
     def _swappable(self) -> list[Member]:
         return [member for member in self._fleet.ready() if member.can_swap]
@@ -122,11 +130,15 @@ class Rollout:
     def _give(self, members: Sequence[Member], version: DraftVersion) -> None:
         """Raises UserError when a version cannot be had or will not be taken."""
         exported = self._export(version.id)
-        for member in members:
-            try:
-                self._fleet.give(member, exported)
-            except RefusedError as error:
+        together = max(1, min(MOST_TOGETHER, len(members) // 4))
+        with ThreadPoolExecutor(max_workers=together, thread_name_prefix="livedraft-swap") as pool:
+            given = [(member, pool.submit(self._fleet.give, member, exported)) for member in members]
+        for member, done in given:
+            error = done.exception()
+            if isinstance(error, RefusedError):
                 raise UserError(f"Draft {version.id} was refused by {member.name}: {error}") from error
+            if error is not None:
+                raise error
 
     def _take_over(self, version: DraftVersion) -> None:
         """By an operator's word or another process."""

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,6 +48,7 @@ from livedraft.upkeep import Upkeep
 
 _CPU_KV_GB = 1.0
 """Where nothing is said: on a CPU vLLM would take a share of all memory."""
+_TAP_LOOK_SECONDS = 30.0
 _MAX_SHIPMENTS = 16
 """Waiting to be unpacked; past that replicas are told to wait."""
 
@@ -67,6 +69,8 @@ class VllmService:
         self._url = url
         self._lock: TextIO | None = None
         self._exporting = threading.Lock()
+        self._taps_seen_at = 0.0
+        self._untapped: set[str] = set()
         self.capture: Capture | None = None
         self.trainer: TrainerProcess | None = None
         self.upkeep: Upkeep | None = None
@@ -105,7 +109,7 @@ class VllmService:
             )  # fmt: skip
         wiring = Wiring(
             url=config.advertised_url or self._url, token=self.replica_key,
-            target_fingerprint=self.target.fingerprint, tap=self.capture is not None,
+            target_fingerprint=self.target.fingerprint, tap=self.capture is not None, tap_share=config.tap_share,
         )  # fmt: skip
         self.fleet = Fleet(
             num_launched=0 if config.attach else config.num_replicas, attached=config.attach, launch=launch, method=method,
@@ -201,9 +205,23 @@ class VllmService:
     def _after_look(self) -> None:
         assert self.upkeep is not None and self.fleet is not None
         self.upkeep.look()
+        self._look_at_taps()
         trial = self.rollout.trial if self.rollout else None
         in_use = {member.version for member in self.fleet.members} | {self.serving_id}
         remove_old(self.registry, in_use | ({trial.old.id, trial.new.id} if trial else set()))
+
+    def _look_at_taps(self) -> None:
+        """A tap that has failed is off; nobody would notice but by what is not learnt."""
+        assert self.fleet is not None
+        if self.capture is None or time.monotonic() - self._taps_seen_at < _TAP_LOOK_SECONDS:
+            return
+        self._taps_seen_at = time.monotonic()
+        for member in self.fleet.ready():
+            with contextlib.suppress(ReplicaError):
+                report = member.replica.report()
+                if not report["tap"] and member.name not in self._untapped:
+                    self._untapped.add(member.name)
+                    self.events.emit("tap_failed", replica=member.name, reason=report["last_problem"])
 
     def _forget_prefixes(self) -> None:
         assert self.fleet is not None

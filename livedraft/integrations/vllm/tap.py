@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,9 +91,12 @@ def reduced(logits_RV: torch.Tensor, drafted_token_ids_R: torch.Tensor, top_rows
 class Tap:
     """Counters are read by another thread; each is written by one alone."""
 
-    def __init__(self, runner: Any, *, deliver: Callable[[TappedRequest], None], version: str) -> None:
-        """`deliver` gets each finished request, on the tap's own thread. Until `is_on` nothing is looked at."""
-        self._runner, self._deliver = runner, deliver
+    def __init__(
+        self, runner: Any, *, deliver: Callable[[TappedRequest], None], version: str, share: float = 1.0
+    ) -> None:
+        """`deliver` gets each finished request, on the tap's own thread. Until `is_on` nothing is looked at; then `share` of
+        the requests, by a hash of their ids."""
+        self._runner, self._deliver, self._share = runner, deliver, share
         self.version = version
         self.is_on = False
         self.problem = ""
@@ -201,6 +205,7 @@ class Tap:
             and bool(state.prompt_token_ids)
             and not state.output_token_ids  # its beginning was missed
             and parameters is not None
+            and zlib.crc32(request_id.encode()) < self._share * 2**32
             and getattr(parameters, "structured_outputs", None) is None
         )
 

@@ -96,7 +96,8 @@ class WorkerExtension:
         if int(worker.rank) == 0:
             state.shipper = Shipper(given["url"], given["token"]) if given.get("url") else None
             deliver = state.shipper.offer if state.shipper else state.collected.append
-            state.tap = Tap(worker.model_runner, deliver=deliver, version=state.version)
+            share = float(given.get("share", 1.0))
+            state.tap = Tap(worker.model_runner, deliver=deliver, version=state.version, share=share)
             state.tap.is_on = bool(given.get("tap", True))
         return {"version": state.version, "can_swap": state.stage is not None, "reason": reason}
 

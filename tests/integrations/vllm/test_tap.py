@@ -179,6 +179,24 @@ def test_a_token_taken_back_drops_the_request(tapping):
     assert delivered == [] and tap.num_dropped_requests == 1
 
 
+def test_a_share_of_the_requests_is_recorded_whole():
+    runner, delivered = Runner(), []
+    tap = Tap(runner, deliver=delivered.append, version="v1", share=0.5)
+    tap.is_on = True
+    runner.input_batch.num_prompt_tokens = np.ones(200, int)
+    runner.input_batch.num_tokens_no_spec = np.ones(200, int)
+    runner.discard_request_mask.np = np.zeros(200, bool)
+    ids = [f"livedraft-{n:032x}" for n in range(200)]
+    for id in ids:
+        runner.add(id, [1])
+    for _ in range(2):
+        runner.round(logits(200), [[5]] * 200)
+    runner.finish(*ids)
+    tap.close()
+    assert 70 < len(delivered) < 130
+    assert all(one.output_token_ids_T.tolist() == [5, 5] for one in delivered)
+
+
 @pytest.mark.parametrize("missing", ["discard_request_mask", "requests"])
 def test_a_tap_that_fails_is_off_and_serving_goes_on(tapping, missing):
     runner, tap, _ = tapping
