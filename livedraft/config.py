@@ -405,6 +405,47 @@ class ServedModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """`livedraft vllm serve`: vLLM serves and livedraft learns beside it."""
+
+    python: str | None = None
+    """The interpreter of the environment that vLLM is installed in; None only with `attach`."""
+    num_replicas: int = 1
+    """vLLM servers to start here."""
+    attach: tuple[str, ...] = ()
+    """URLs of servers started elsewhere, with livedraft's worker extension; none is started here then."""
+    replica_key: str | None = None
+    """What attached servers show to send traces and fetch drafts; None makes one for this run."""
+    advertised_url: str | None = None
+    """Where attached servers reach this one; None is its own address."""
+    num_speculative_tokens: int = 3
+    """Drafted in every round: vLLM does not choose by itself."""
+    tap: bool = True
+    """Record what the target verifies; without it nothing is learnt."""
+    tap_share: float = 1.0
+    """Of the requests: more servers than the learner keeps up with record a part each (docs/scale.md)."""
+    arguments: tuple[str, ...] = ()
+    """For vLLM's own command line, after livedraft's."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_replicas >= 1, f"num_replicas must be at least 1, got {self.num_replicas}.")
+        _require(
+            1 <= self.num_speculative_tokens <= 32,
+            f"num_speculative_tokens must lie in 1..32, got {self.num_speculative_tokens}; for none give --draft none.",
+        )
+        _require(
+            self.python is not None or bool(self.attach),
+            "python must name the interpreter vLLM is installed for (--python), or attach a running server.",
+        )
+        _require(
+            all(url.startswith(("http://", "https://")) for url in self.attach),
+            f"attach takes URLs such as http://127.0.0.1:8001, got {', '.join(self.attach)}.",
+        )
+        _require(0.0 < self.tap_share <= 1.0, f"tap_share must lie in (0, 1], got {self.tap_share}; for none set tap.")
+        _require(self.replica_key != "", "replica_key must not be empty; leave it out for one of this run.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 opens it to the network."""

@@ -80,6 +80,13 @@ _SENTENCES = {
     "little_to_learn": "Only rejected proposals teach, and a poor draft proposes nothing; fix num_speculative_tokens.",
     "traces_failed": "What a round taught could not be kept, and its requests leave no trace: {reason}",
     "finish_failed": "Something failed after request {request} was answered: {reason}",
+    "replica_up": "{replica} is up and serves with draft {version}.",
+    "replica_down": "{replica} is down and is tried again in {restart_in_seconds:g} s: {reason}",
+    "replica_refused": "{replica} cannot be used: {reason}",
+    "replica_swapped": "{replica} drafts with {version} now, not {previous}; it stood still for {paused_seconds:.2f} s.",
+    "tap_failed": "{replica} is not tapped any more, and nothing is learnt from it until it restarts: {reason}",
+    "shipment_refused": "What a replica sent could not be read: {reason}",
+    "draft_waits_for_restart": "Draft {version} passed the gate; vLLM was started without one and takes it at its next start.",
     "slots_reduced": "Memory holds {max_num_seqs} requests together instead of {asked}.",
 }
 

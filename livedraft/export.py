@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +28,16 @@ from livedraft.learning.forward import TargetParts, forward_of
 from livedraft.learning.store import TraceStore, read_recorded
 from livedraft.models.config import ModelConfig, hf_config
 from livedraft.models.export_gguf import write_gguf_like
-from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD
-from livedraft.records import DEFAULT_ROUTE, DraftVersion, Trace, UserError
+from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD, load_model
+from livedraft.models.pull import resolve_model
+from livedraft.records import (
+    DEFAULT_ROUTE,
+    EXPORTED_TARGET_KEY,
+    EXPORTED_VERSION_KEY,
+    DraftVersion,
+    Trace,
+    UserError,
+)
 from livedraft.tokenizer import Tokenizer, load_tokenizer
 
 MAX_ABSENT_MASS = 0.005
@@ -75,13 +83,32 @@ def export_draft(registry: Registry | None, version_id: str, target: Path, folde
     card = _card(version, measured, exported, target)
     try:
         if format == "hf":
-            write_hf(exported.config, exported.tensors, tokenizer, folder)
+            names = {EXPORTED_TARGET_KEY: version.target_fingerprint, EXPORTED_VERSION_KEY: version.id}
+            write_hf(exported.config, exported.tensors, tokenizer, folder, names)
             (folder / "README.md").write_text(card, encoding="utf-8")
         else:
             _write_gguf(exported, target, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
     return exported
+
+
+def export_target(model: str, folder: Path) -> ModelConfig:
+    """Write a target that the native decoder reads as a Hugging Face folder in bf16, for engines that read nothing else.
+
+    Raises UserError for a model that is such a folder already, or when the folder cannot be written.
+    """
+    path = resolve_model(model)
+    if path.is_dir():
+        raise UserError(f"{path} is a Hugging Face folder already.")
+    loaded = load_model(path, torch.bfloat16)
+    card = f"# {path.stem} in bf16\n\nWritten by livedraft {metadata.version('livedraft')} from `{path.name}`.\n"
+    try:
+        write_hf(loaded.config, loaded.tensors, load_tokenizer(path, loaded.config.eos_token_ids), folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
+    return loaded.config
 
 
 def _distilled(folder: Path) -> tuple[DraftVersion, DraftWeights, list[Trace]]:
@@ -203,10 +230,17 @@ A draft model for speculative decoding, exported by livedraft on {time.strftime(
 """
 
 
-def write_hf(config: ModelConfig, tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, folder: Path) -> None:
-    """A model in bf16 as a Hugging Face folder."""
+def write_hf(
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    folder: Path,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """A model in bf16 as a Hugging Face folder. `names` go into the weights' metadata, for whoever has to know them from the
+    file alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", **(names or {})})
     (folder / "config.json").write_text(
         json.dumps(hf_config(config) | {"dtype": "bfloat16"}, indent=2), encoding="utf-8"
     )

@@ -283,7 +283,7 @@ class LLM:
         elif not prompt or isinstance(prompt[0], int):
             token_ids, root = list(prompt), list(prompt)  # type: ignore[arg-type]  # ids, as the first item says
         else:
-            token_ids, root = self.tokenizer.encode_chat(prompt, tools), _conversation_root(prompt)  # type: ignore[arg-type]  # messages
+            token_ids, root = self.tokenizer.encode_chat(prompt, tools), conversation_root(prompt)  # type: ignore[arg-type]  # messages
         return Request(
             id=id or f"{os.getpid()}-{time.time_ns()}-{next(self._request_numbers)}",
             prompt_token_ids=tuple(token_ids),
@@ -470,7 +470,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]  # several
 
 
-def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
+def conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """System message and first user message: every turn of a conversation has the same."""
     root = [(message["role"], str(message["content"])) for message in messages if message["role"] == "system"][:1]
     first_user = next((message for message in messages if message["role"] == "user"), None)
@@ -479,5 +479,5 @@ def _conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 def root_texts(messages: Sequence[Message]) -> tuple[str, str]:
     """(system prompt, first user message)."""
-    root = dict(_conversation_root(messages))
+    root = dict(conversation_root(messages))
     return root.get("system", ""), root.get("user", "")

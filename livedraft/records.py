@@ -19,6 +19,8 @@ TEACHER_TOP_K = 64
 """How many of the target's tokens a trace keeps at each output position."""
 DRAFT_TOP_K = 8
 """How many of the draft's tokens a trace keeps at each drafted position."""
+EXPORTED_TARGET_KEY, EXPORTED_VERSION_KEY = "livedraft_target", "livedraft_version"
+"""In the metadata of an exported draft: the fingerprint of the target it was trained for, and its version."""
 MAX_LOGPROBS = 20
 """The most alternatives a request may ask for at each output position, as in OpenAI's API."""
 

@@ -25,6 +25,7 @@ from livedraft.config import (
     ServedModelConfig,
     ServerConfig,
     SpeculationConfig,
+    VllmConfig,
 )
 from livedraft.records import UserError
 
@@ -40,6 +41,8 @@ OTHER_VARIABLES = {
     "LIVEDRAFT_KERNELS": "auto, avx2 or torch: which kernels the compiled step may use; torch switches it off.",
 }
 """Read elsewhere; no settings."""
+_LISTS = ("api_keys", "attach", "arguments")
+"""Keys that the environment writes with commas."""
 SECTIONS: dict[str, type] = {
     "model": ServedModelConfig,
     "engine": EngineConfig,
@@ -76,9 +79,24 @@ def load_settings(
 
     `flags` holds only what was given; None values do not count.
     """
+    return Settings(**_merged(SECTIONS, _sources(file, environment, SECTIONS) | {"the command line": _given(flags)}))
+
+
+def _sources(
+    file: Path | None, environment: Mapping[str, str], sections: Mapping[str, type]
+) -> dict[str, dict[str, Any]]:
     file = file or (Path(environment["LIVEDRAFT_CONFIG"]) if environment.get("LIVEDRAFT_CONFIG") else None)
-    sources = {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment)}
-    return Settings(**_merged(SECTIONS, sources | {"the command line": _given(flags)}))
+    return {str(file): _from_file(file) if file else {}, "the environment": _from_environment(environment, sections)}
+
+
+def load_vllm_settings(
+    file: Path | None, flags: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] = os.environ
+) -> tuple[Settings, VllmConfig]:
+    """For `livedraft vllm serve`: the same, with a table [vllm]. Raises UserError as `load_settings`."""
+    sections = {**SECTIONS, "vllm": VllmConfig}
+    merged = _merged(sections, _sources(file, environment, sections) | {"the command line": _given(flags)})
+    config: VllmConfig = merged.pop("vllm")
+    return Settings(**merged), config
 
 
 def load_recipe(file: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> tuple[DistillRunConfig, DistillConfig]:
@@ -134,27 +152,27 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise UserError(f"The settings file {file} cannot be read: {error}.") from error
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _from_environment(environment: Mapping[str, str], sections: Mapping[str, type]) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {}
     for name, value in environment.items():
         if not name.startswith(_PREFIX) or name in OTHER_VARIABLES:
             continue
         section, _, key = name.removeprefix(_PREFIX).lower().partition("__")
-        if section not in SECTIONS or not key:
-            close = difflib.get_close_matches(name, [*OTHER_VARIABLES, *_all_variables()], n=1)
-            known = [f"{_PREFIX}{one.upper()}__..." for one in SECTIONS]
+        if section not in sections or not key:
+            close = difflib.get_close_matches(name, [*OTHER_VARIABLES, *_all_variables(sections)], n=1)
+            known = [f"{_PREFIX}{one.upper()}__..." for one in sections]
             hint = (
                 f"nothing known; did you mean {close[0]}?"
                 if close
                 else f"none of {', '.join([*known, *OTHER_VARIABLES])}."
             )
             raise UserError(f"The environment variable {name} is {hint}")
-        values.setdefault(section, {})[key] = tuple(value.split(",")) if key == "api_keys" else value
+        values.setdefault(section, {})[key] = tuple(value.split(",")) if key in _LISTS else value
     return values
 
 
-def _all_variables() -> list[str]:
-    return [f"{_PREFIX}{section}__{one.name}".upper() for section, kind in SECTIONS.items() for one in fields(kind)]
+def _all_variables(sections: Mapping[str, type]) -> list[str]:
+    return [f"{_PREFIX}{section}__{one.name}".upper() for section, kind in sections.items() for one in fields(kind)]
 
 
 def _check_name(name: str, known: list[str], source: str) -> None:

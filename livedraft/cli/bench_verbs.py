@@ -343,3 +343,31 @@ def bench_replay(
         max_tokens=max_tokens, temperature=temperature, save_traces=save_traces, from_traces=from_traces or [], plot=plot,
         state=state, model=model, dtype=dtype, learning=settings.learning, as_json=as_json,
     )  # fmt: skip
+
+
+@bench_app.command("scale")
+def bench_scale(
+    replicas: Annotated[str, typer.Option(help="vLLM servers, with commas between.")] = "1,10,1000",
+    hours: Annotated[float, typer.Option(min=0.1, help="Simulated time.")] = 2.0,
+    replica_tokens_per_second: Annotated[float | None, typer.Option(help="Of one server.")] = None,
+    bytes_per_token: Annotated[float | None, typer.Option(help="Tapped.")] = None,
+    learner_tokens_per_second: Annotated[float | None, typer.Option(help="Trained.")] = None,
+    version_bytes: Annotated[float | None, typer.Option(help="Of a draft as servers fetch it.")] = None,
+    fetches_together: Annotated[int | None, typer.Option(min=1, help="Servers swapped at the same time.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A paper plan from measured figures: traffic, load and staleness with many vLLM servers and one learner."""
+    from livedraft.bench.scale import run
+
+    try:
+        counts = [int(count) for count in replicas.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--replicas takes numbers with commas between, got {replicas!r}.") from error
+    if min(counts) < 1:
+        raise typer.BadParameter("--replicas takes numbers of at least 1.")
+    changes = {
+        "replica_tokens_per_second": replica_tokens_per_second, "bytes_per_token": bytes_per_token,
+        "learner_tokens_per_second": learner_tokens_per_second, "version_bytes": version_bytes,
+        "fetches_together": fetches_together,
+    }  # fmt: skip
+    run(counts, changes, hours=hours, as_json=as_json)

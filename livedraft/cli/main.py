@@ -25,6 +25,7 @@ from livedraft.cli.options import (
     settings_of,
 )  # fmt: skip
 from livedraft.cli.state_verbs import drafts_app, learn_app, traces_app
+from livedraft.cli.vllm import app as vllm_app
 from livedraft.config import LOSSES, OSD_SETTINGS
 
 app = typer.Typer(
@@ -34,7 +35,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Settings: defaults < file < environment < flags.", no_args_is_help=True)
-_GROUPS = {"bench": bench_app, "config": config_app, "drafts": drafts_app, "learn": learn_app, "traces": traces_app}
+_GROUPS = {
+    "bench": bench_app, "config": config_app, "drafts": drafts_app, "learn": learn_app, "traces": traces_app,
+    "vllm": vllm_app,
+}  # fmt: skip
 for name, group in _GROUPS.items():
     app.add_typer(group, name=name)
 
@@ -122,12 +126,23 @@ def generate(
 
 @app.command("export-target")
 def export_target(
-    file: Annotated[Path, typer.Argument(help="The GGUF file to write.")],
-    type: Annotated[str, typer.Option(help="bf16 or f32.")] = "bf16",
+    file: Annotated[Path, typer.Argument(help="The GGUF file, or with --format hf the folder, to write.")],
+    format: Annotated[str, typer.Option(help="gguf, or hf: a Hugging Face folder in bf16.")] = "gguf",
+    type: Annotated[str, typer.Option(help="bf16 or f32, of a GGUF file.")] = "bf16",
     model: Model = DEFAULT_MODEL,
     as_json: Json = False,
 ) -> None:
     """Write a GGUF target's weights in one plain type, for other engines to run the same model."""
+    if format not in ("gguf", "hf"):
+        raise typer.BadParameter(f"--format must be gguf or hf, got {format!r}.")
+    if format == "hf":
+        from livedraft.export import export_target as export_folder
+
+        if type != "bf16":
+            raise typer.BadParameter("--format hf writes bf16; leave --type out.")
+        config = export_folder(model, file)
+        print(f"{config.family} with {config.num_layers} layers written to {file} as bf16.")
+        return
     from livedraft.models.export_gguf import export_gguf
 
     count = export_gguf(model, file, type=type)

@@ -7,14 +7,16 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any, Protocol
 
 import uvicorn
 
 from livedraft.cli.status_line import StatusLine
 from livedraft.config import ServerConfig
 from livedraft.records import UserError
-from livedraft.server.app import Server, create_app
+from livedraft.server.app import Phase, Server, create_app
 from livedraft.server.local import open_llm, serve_llm
 from livedraft.settings import Settings
 
@@ -24,15 +26,51 @@ _CLOSE_SECONDS = 5
 
 def run(settings: Settings, *, is_verbose: bool) -> None:
     """Until SIGTERM or SIGINT. Raises UserError when the model does not load or the address is taken."""
+    server = Server(settings.server, lambda: serve_llm(open_llm(settings, learn=settings.model.learn), settings))
+
+    def status_line() -> Callable[[], str | None]:
+        assert server.served is not None
+        return StatusLine(server.served).next
+
+    listen(create_app(server), server, is_verbose=is_verbose, status_line=status_line)
+
+
+class Described(Protocol):
+    """What the banner says of what is served."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def banner(self) -> Sequence[tuple[str, str]]: ...
+
+
+class Serving(Protocol):
+    """The state behind an application."""
+
+    config: ServerConfig
+    phase: Phase
+    load_error: BaseException | None
+    num_open: int
+
+    @property
+    def served(self) -> Described | None: ...
+
+    def drain(self) -> None: ...
+
+
+def listen(
+    app: Any, server: Serving, *, is_verbose: bool, status_line: Callable[[], Callable[[], str | None]] | None = None
+) -> None:
+    """Run an application that loads while it listens; with a status line it also has a dashboard. Raises as `run`."""
     if is_verbose:
         for name in ("livedraft", "livedraft.access"):
             logging.getLogger(name).setLevel(logging.INFO)
-    config = settings.server
-    server = Server(config, lambda: serve_llm(open_llm(settings, learn=settings.model.learn), settings))
+    config = server.config
     # uvicorn's own access log would name clients; `Gate` writes one line a request instead.
     http = _DrainingServer(
         uvicorn.Config(
-            create_app(server),
+            app,
             host=config.host,
             port=config.port,
             log_level="warning",
@@ -40,6 +78,7 @@ def run(settings: Settings, *, is_verbose: bool) -> None:
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         ),
         server,
+        status_line,
     )
     try:
         http.run()
@@ -52,9 +91,11 @@ def run(settings: Settings, *, is_verbose: bool) -> None:
 class _DrainingServer(uvicorn.Server):
     """SIGTERM: no new requests, running ones finish. SIGINT, a second SIGTERM, or drain_timeout_seconds later: the end."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(
+        self, config: uvicorn.Config, server: Serving, status_line: Callable[[], Callable[[], str | None]] | None
+    ) -> None:
         super().__init__(config)
-        self._server = server
+        self._server, self._status_line = server, status_line
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.phase in ("draining", "failed") or sig == signal.SIGINT:
@@ -72,8 +113,9 @@ class _DrainingServer(uvicorn.Server):
             await asyncio.sleep(_POLL_SECONDS)
         if server.phase == "ready":
             self._print_banner()
-            if server.config.status_seconds:
-                self._reporting = asyncio.ensure_future(self._report(server.config.status_seconds))
+            if server.config.status_seconds and self._status_line is not None:
+                line = self._status_line()
+                self._reporting = asyncio.ensure_future(self._report(line, server.config.status_seconds))
         while server.phase == "ready":
             await asyncio.sleep(_POLL_SECONDS)
         deadline = time.monotonic() + server.config.drain_timeout_seconds
@@ -81,14 +123,11 @@ class _DrainingServer(uvicorn.Server):
             await asyncio.sleep(_POLL_SECONDS)
         self.should_exit = True
 
-    async def _report(self, seconds: float) -> None:
+    async def _report(self, line: Callable[[], str | None], seconds: float) -> None:
         """The status line while requests run; off the event loop, because it asks the state folder."""
-        served = self._server.served
-        assert served is not None
-        line = StatusLine(served)
         while True:
             await asyncio.sleep(seconds)
-            text = await asyncio.to_thread(line.next)
+            text = await asyncio.to_thread(line)
             if text is not None:
                 print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
@@ -100,7 +139,7 @@ class _DrainingServer(uvicorn.Server):
         lines = [
             *served.banner,
             ("address", f"{url}/v1 (OpenAI's API), {url}/metrics, {url}/health"),
-            ("dashboard", f"{url}/"),
+            *([("dashboard", f"{url}/")] if self._status_line is not None else []),
             ("access", "API key needed for /v1" if config.api_keys else _openness(config)),
         ]
         for name, text in lines:

@@ -38,13 +38,20 @@ class LoadedModel:
     """Of the same names, what a GGUF file stores in blocks; where they were asked for."""
 
 
-def load_model(path: Path, dtype: torch.dtype, *, keep_blocks: bool = False) -> LoadedModel:
-    """Read, check and convert all tensors. Raises UserError when the path is wrong, the file is damaged or unknown, or the
-    blocks to keep are not there."""
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    *,
+    keep_blocks: bool = False,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> LoadedModel:
+    """Read, check and convert all tensors, of which those named by `keep` stay in memory. Raises UserError when the path is
+    wrong, the file is damaged or unknown, or the blocks to keep are not there."""
     config, stored_tensors = _open(path)
     expected = expected_shapes(config)
     digest = hashlib.sha256(repr(config).encode())
     tensors: dict[str, torch.Tensor] = {}
+    found: set[str] = set()
     for name, read in sorted(stored_tensors):
         if name == HEAD and config.has_tied_embeddings:
             continue  # some exporters store the tied copy too
@@ -63,8 +70,10 @@ def load_model(path: Path, dtype: torch.dtype, *, keep_blocks: bool = False) -> 
             raise UserError(f"Tensor {name} in {path} holds values that are not numbers; the file is damaged.")
         digest.update(name.encode())
         digest.update(sample.contiguous().numpy().tobytes())
-        tensors[name] = tensor.to(dtype).contiguous()
-    missing = sorted(expected.keys() - tensors.keys())
+        found.add(name)
+        if keep(name):
+            tensors[name] = tensor.to(dtype).contiguous()
+    missing = sorted(expected.keys() - found)
     if missing:
         raise UserError(
             f"{path} lacks {len(missing)} tensor(s), the first is {missing[0]}; the download is incomplete."

@@ -147,7 +147,7 @@ class Server:
         """From a valid body to the HTTP response. Raises ApiError. Its places in the queue are taken before the work of
         preparing it and come back in every case."""
         served = self.ready()
-        if not _may_store(request):
+        if not may_store(request):
             body = body.model_copy(update={"store": False})
         hints = _route_hints(body, request)
         places = self.take_places(body.num_completions, served)
@@ -173,7 +173,7 @@ class Server:
 
     async def _answer(self, job: Job, served: Served, places: Places, request: Request) -> Response:
         whole = asyncio.ensure_future(self._whole(job, served, places))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -241,7 +241,7 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-def _may_store(request: Request) -> bool:
+def may_store(request: Request) -> bool:
     """The header is for whoever stands between client and server, a gateway or a proxy; either may say no. Raises ApiError."""
     value = request.headers.get(STORE_HEADER, "true").strip().lower()
     if value not in ("true", "false"):
@@ -257,7 +257,7 @@ def _route_hints(body: Sampled, request: Request) -> RouteHints:
     return RouteHints(named=named, api_key=request.state.api_key)
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -17,9 +17,16 @@ TINY_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 class ServerProcess:
     """`with ServerProcess("MODEL", "--no-learn") as server:`; `url`, `banner`, `pid`, and the exit code after `stop`."""
 
-    def __init__(self, *arguments: object, before_start: Callable[[], None] | None = None, **environment: str) -> None:
-        """`before_start` runs in the new process, for limits."""
-        command = [sys.executable, "-m", "livedraft", "serve", *map(str, arguments), "--port", "0"]
+    def __init__(
+        self,
+        *arguments: object,
+        before_start: Callable[[], None] | None = None,
+        verb: tuple[str, ...] = ("serve",),
+        passed_on: tuple[str, ...] = (),
+        **environment: str,
+    ) -> None:
+        """`before_start` runs in the new process, for limits; `passed_on` stands after --."""
+        command = [sys.executable, "-m", "livedraft", *verb, *map(str, arguments), "--port", "0", *passed_on]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
             preexec_fn=before_start,

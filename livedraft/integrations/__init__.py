@@ -1,0 +1,1 @@
+"""Other engines as the thing that serves; livedraft learns beside them."""
