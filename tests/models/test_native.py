@@ -351,7 +351,7 @@ def test_a_files_own_blocks_are_run_without_rounding(family, kind):
     own = (prefill(decoder(model, INT4), tokens) - exact).abs().mean()
     in_bf16 = (prefill(decoder(plain, COMPILED), tokens) - exact).abs().mean()
     assert own < in_bf16  # which rounds the weights
-    assert own < 0.01 * exact.abs().mean()
+    assert own < 0.02 * exact.abs().mean()  # keys, values and the embedding are bf16
 
 
 def test_rows_of_blocks_do_not_depend_on_the_batch_either():
