@@ -74,10 +74,12 @@ class Browser:
         return self.do.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        """Of the first such element; empty when there is none, or none to be seen."""
+        return (self.texts(selector) or [""])[0]
 
     def texts(self, selector: str) -> list[str]:
-        return list(self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", selector))
+        look = "return [...document.querySelectorAll(arguments[0])].map((e) => e.checkVisibility() ? e.innerText : '')"
+        return list(self.run(look, selector))
 
     def click(self, selector: str) -> None:
         from selenium.webdriver.common.by import By

@@ -18,7 +18,7 @@ from livedraft.models.pull import DEFAULT_MODEL
 from tests.e2e.browser import Browser, why_not
 from tests.e2e.server_process import ServerProcess
 
-NUM_BURSTS, BURST, PAUSE_SECONDS = 9, 12, 12.0
+NUM_BURSTS, BURST, PAUSE_SECONDS = 7, 10, 10.0
 MAX_BYTES = 200_000
 QUESTION = "How often should I water a basil plant on a sunny windowsill?"
 SETTINGS = "[speculation]\nsuffix_decoding = false\n[learning]\nnum_threads = 2\nmicro_batch_tokens = 1024\n"

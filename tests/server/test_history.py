@@ -36,13 +36,12 @@ def test_it_stays_bounded_and_loses_no_count(gaps):
 
 
 def test_what_is_recent_stays_fine_and_what_is_old_gets_coarse():
-    history = History(max_points=100)
-    for second in range(20_000):
+    history = History(max_points=300)
+    for second in range(5_000):
         history.add(point(1e9 + second))
     spans = [one.end - one.start for one in history.points]
     assert spans[-10:] == [1.0] * 10
-    assert spans[0] > 50
-    assert max(spans) < 2_000  # still a curve, not one number
+    assert 16 < spans[0] < 500  # coarse, and still a curve
 
 
 def test_a_pause_without_requests_stays_a_gap():

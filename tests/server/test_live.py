@@ -165,7 +165,7 @@ def test_a_served_request_moves_latencies_and_history_and_the_past_survives_a_re
             await asyncio.sleep(0.005)
 
     with InProcess(served()) as client:
-        first_events(client, "now")
+        first_events(client, "details")
         client.complete(CHAT | {"stream": True})
         Counting.tokens = 10
         client.run(asyncio.wait_for(until(lambda: client.server.live.history.points), 10))

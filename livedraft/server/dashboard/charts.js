@@ -120,7 +120,7 @@ class Chart {
         { ...axis, grid: { show: false }, space: 90, values: (_, ticks) => ticks.map(tickLabel(ticks)) },
         { ...axis, grid, size: 46, space: 44, values: (_, ticks) => ticks.map(this.scale.format) },
       ],
-      series: [{}, ...series.map((one) => ({ ...one, label: one.name, points: { show: false }, spanGaps: false }))],
+      series: [{}, ...series.map(({ stroke, width, dash }) => ({ stroke, width, dash, points: { show: false } }))],
       hooks: {
         draw: [(plot) => this.drawMarks(plot)],
         setCursor: [

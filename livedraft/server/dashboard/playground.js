@@ -35,6 +35,7 @@ export class Playground {
 
   follow(details) {
     this.model = details.model;
+    this.maxTokens = Math.min(MAX_TOKENS, Math.floor(details.max_model_len / 2));
     $("api-key-row").hidden = !details.needs_api_key;
     const learns = Boolean(details.learning?.enabled);
     $("stores").parentElement.hidden = !learns;
@@ -78,7 +79,7 @@ export class Playground {
   /** Calls `take` with each streamed choice. Throws an Error with the server's sentence. */
   async stream(messages, take) {
     const key = $("api-key").value;
-    const body = { model: this.model, messages, stream: true, return_token_kinds: true, max_tokens: MAX_TOKENS };
+    const body = { model: this.model, messages, stream: true, return_token_kinds: true, max_tokens: this.maxTokens };
     if (!$("speculates").checked) body.num_speculative_tokens = 0;
     if (!$("stores").checked) body.store = false;
     const response = await fetch("v1/chat/completions", {
