@@ -27,14 +27,22 @@ class Contender:
     """Answers tokenised prompts, nothing stored, and counts its own speculation."""
 
     def __init__(
-        self, llm: LLM, draft: str | DraftModel | None, sampling: SamplingParams, *, uses_suffixes: bool = False
+        self,
+        llm: LLM,
+        draft: str | DraftModel | None,
+        sampling: SamplingParams,
+        *,
+        uses_suffixes: bool = False,
+        num_speculative_tokens: int | None = None,
     ) -> None:
         """`draft`: None decodes without one; a version is looked for as `LLM.resident_draft` does. What a draft is worth is
-        measured without suffixes, unless they are asked for."""
+        measured without suffixes, unless they are asked for, and with the length that costs choose, unless it is fixed."""
         if isinstance(draft, str):
             draft = llm.resident_draft(draft)
         self._llm, self._sampling = llm, sampling
-        self._drafting = llm.engine.new_drafting(draft, llm.prior_of(draft), uses_suffixes=uses_suffixes)
+        self._drafting = llm.engine.new_drafting(
+            draft, llm.prior_of(draft), uses_suffixes=uses_suffixes, num_speculative_tokens=num_speculative_tokens
+        )
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self.stats = SpeculationStats()
         self.decodings: list[Decoding] = []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from livedraft.records import UserError
 from livedraft.tokenizer import Message, Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,13 @@ def read_rows(source: str, limit: int | None) -> list[Row]:
     """The first `limit` rows of a file, or of a data set `hub:DATASET:CONFIG:SPLIT:PROMPT_COLUMN[:RESPONSE_COLUMN]`. Raises
     UserError naming what is wrong."""
     return _from_hub(source, limit) if source.startswith("hub:") else _from_file(Path(source), limit)
+
+
+def spread(rows: Sequence[T], limit: int) -> list[T]:
+    """So many, from the whole of a file: some are sorted by language or topic."""
+    if len(rows) <= limit:
+        return list(rows)
+    return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
 def _from_file(path: Path, limit: int | None) -> list[Row]:

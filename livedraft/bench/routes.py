@@ -27,7 +27,7 @@ import numpy as np
 
 from livedraft.bench.alternate import mean_with_bounds
 from livedraft.bench.progress import Bar
-from livedraft.bench.prompts import read_prompts
+from livedraft.bench.prompts import read_prompts, spread
 from livedraft.bench.replay import Learner, Report, learner_of, record, serve_canaries
 from livedraft.config import EngineConfig, LearningConfig, RoutingConfig
 from livedraft.drafts.registry import Registry
@@ -80,7 +80,7 @@ def run(
     if from_traces:
         recorded = {tuple(t.prompt_token_ids): t for path in from_traces for t in read_recorded(path)}
     else:
-        chosen = [(name, row) for name, rows in prompts.items() for row in _spread(rows, limit)]
+        chosen = [(name, row) for name, rows in prompts.items() for row in spread(rows, limit)]
         sampling = SamplingParams(max_tokens=max_tokens)
         traces, _ = record(chosen, sampling, BURST, model, dtype, learning, bar)
         recorded = {tuple(trace.prompt_token_ids): trace for trace in traces}
@@ -89,7 +89,7 @@ def run(
     stream: list[tuple[str, list[Message], Trace]] = []
     for name, rows in prompts.items():
         known = [(name, row, recorded[ids]) for row, ids in zip(rows, token_ids[name], strict=True) if ids in recorded]
-        stream += _spread(known, limit)
+        stream += spread(known, limit)
     if len(stream) < 3 * BURST:
         raise UserError(f"Of these prompts {len(stream)} are recorded; a comparison needs at least {3 * BURST}.")
     random.Random(learning.seed).shuffle(stream)
@@ -105,13 +105,6 @@ def run(
     result = _figures(shared, routed, labels, [name for name, _, _ in stream], learning.seed)
     result |= {"model": model, "seed": learning.seed, "requests": len(stream), "router_ms": round(router_ms, 3)}
     print(json.dumps(result)) if as_json else _print(result)
-
-
-def _spread(rows: Sequence[Any], limit: int) -> list[Any]:
-    """So many, from the whole of a file: some are sorted by language or topic."""
-    if len(rows) <= limit:
-        return list(rows)
-    return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
 def _labels(routing: RoutingConfig, prompts: Sequence[Sequence[Message]]) -> tuple[list[str], float]:

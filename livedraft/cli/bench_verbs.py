@@ -273,6 +273,33 @@ def bench_serve(
     )  # fmt: skip
 
 
+@bench_app.command("lengths")
+def bench_lengths(
+    prompts: Annotated[list[str], typer.Option(help="JSON lines; may be given several times.")],
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file, from the whole of it.")] = 8,
+    fixed: Annotated[str, typer.Option(help="Fixed lengths to compare with.")] = "1,2,3,4,6,8",
+    together: Annotated[int, typer.Option(min=2, help="Requests served at once, in the second part.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    draft: Draft = "auto",
+    state: State = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """The draft length that costs choose, beside every fixed one, over a mixed stream; and under load beside plain decoding."""
+    from livedraft.bench.lengths import run
+    from livedraft.records import UserError
+
+    lengths = [int(part) for part in fixed.split(",") if part.strip().isdigit()]
+    if not lengths or min(lengths) < 1 or max(lengths) > 16 or len(lengths) != len(fixed.split(",")):
+        raise UserError(f"--fixed takes numbers from 1 to 16 with commas, such as 1,2,4; got {fixed!r}.")
+    run(
+        prompts=prompts, limit=limit, fixed=lengths, num_together=together, max_tokens=max_tokens, draft=draft, state=state,
+        model=model, dtype=dtype, threads=threads, as_json=as_json,
+    )  # fmt: skip
+
+
 @bench_app.command("routes")
 def bench_routes(
     prompts: Annotated[list[Path], typer.Option(help="JSON lines, one file a group of streams.")],

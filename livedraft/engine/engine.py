@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -171,12 +172,19 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def new_drafting(
-        self, draft: DraftModel | None, prior: float = DEFAULT_PRIOR, *, uses_suffixes: bool | None = None
+        self,
+        draft: DraftModel | None,
+        prior: float = DEFAULT_PRIOR,
+        *,
+        uses_suffixes: bool | None = None,
+        num_speculative_tokens: int | None = None,
     ) -> Drafting:
-        """What decides who drafts; assigned to `drafting` it takes over, with nothing learnt yet. `uses_suffixes`: None is as
-        the settings have it."""
+        """What decides who drafts; assigned to `drafting` it takes over, with nothing learnt yet. `uses_suffixes` and a fixed
+        `num_speculative_tokens`: None is as the settings have it."""
+        fixed = num_speculative_tokens
+        speculation = self.speculation if fixed is None else replace(self.speculation, num_speculative_tokens=fixed)
         made = Drafting(
-            draft, runner=self.runner, speculation=self.speculation, costs=self.costs, events=self.events, prior=prior
+            draft, runner=self.runner, speculation=speculation, costs=self.costs, events=self.events, prior=prior
         )
         made.uses_suffixes = made.uses_suffixes if uses_suffixes is None else uses_suffixes
         return made
