@@ -161,7 +161,10 @@ class LLM:
             )
         self.tokenizer = tokenizer_of(model_path, opened)
         config = within_model(config, opened.max_positions)
-        self._engine_config = within_memory(config, opened, self._speculation, self.events)
+        # Of the most drafts that may be resident: of the default route and of the others.
+        num_drafts = 1 + (self.routing.max_drafts if self._learns and self.routing.enabled else 0)
+        num_draft_layers = num_drafts * self._speculation.num_draft_layers if self._speculation.uses_draft else 0
+        self._engine_config = within_memory(config, opened, num_draft_layers, self.events)
         self._num_slots = self._engine_config.max_num_seqs + self._engine_config.num_prefix_slots
         self.state = state
         if self.state is not None:
@@ -176,7 +179,6 @@ class LLM:
         self._target = opened.runtime(num_slots=self._num_slots, max_length=self._engine_config.max_model_len)
         self.num_parameters = opened.num_parameters
         self.uses_own_layers = opened.native is not None and not is_whole_model(draft)
-        num_draft_layers = self._speculation.num_draft_layers if self._speculation.uses_draft else 0
         self._slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * self._engine_config.max_model_len
         self.has_no_draft_by_choice = not self._speculation.uses_draft
         self._drafts = DraftSource(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from livedraft.config import EngineConfig, SpeculationConfig
+from livedraft.config import EngineConfig
 from livedraft.device import available_memory_bytes
 from livedraft.events import Events
 from livedraft.models.open import OpenModel
@@ -19,11 +19,9 @@ def within_model(config: EngineConfig, max_positions: int) -> EngineConfig:
     return replace(config, max_model_len=max_positions)
 
 
-def within_memory(
-    config: EngineConfig, opened: OpenModel, speculation: SpeculationConfig, events: Events
-) -> EngineConfig:
-    """As many slots as the budget holds, at most max_num_seqs. Raises UserError when it does not hold one."""
-    num_draft_layers = speculation.num_draft_layers if speculation.uses_draft else 0
+def within_memory(config: EngineConfig, opened: OpenModel, num_draft_layers: int, events: Events) -> EngineConfig:
+    """As many slots as the budget holds, at most max_num_seqs. `num_draft_layers`: of all drafts that may be resident. Raises
+    UserError when it does not hold one."""
     slot_bytes = opened.kv_bytes_per_position(num_draft_layers) * config.max_model_len
     budget = (
         available_memory_bytes(opened.path.device) / 2 if config.kv_cache_gb is None else config.kv_cache_gb * 2**30

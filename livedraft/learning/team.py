@@ -54,9 +54,16 @@ class Team:
         if self.is_routing:
             self.routing.restore(known, self.registry.routes())
             self._last_trace_id = int(known.get("last_trace_id", 0))
-            for route in self.routing.open:
-                self.workers[route] = self._worker(route)
+            for route in list(self.routing.open):
+                self._hire(route)
         self._share_out()
+
+    def _hire(self, route: str) -> None:
+        """A worker for a route that is open; one that cannot have any, for want of memory or of its weights, is closed."""
+        try:
+            self.workers[route] = self._worker(route)
+        except UserError as error:
+            self._apply(Change(kind="close", stream=route, route=route, reason=str(error)))
 
     def _worker(self, route: str) -> Worker:
         default = self.workers[DEFAULT_ROUTE]
@@ -114,7 +121,7 @@ class Team:
         kept = self.registry.routes()
         for route in [route for route in kept if route not in self.workers]:
             self.routing.apply(Change(kind="open", stream=route, route=DEFAULT_ROUTE, reason="an operator opened it"))
-            self.workers[route] = self._worker(route)
+            self._hire(route)
             self._share_out()
         for route in [route for route in self.routing.open if route not in kept]:
             self._apply(Change(kind="close", stream=route, route=route, reason="an operator closed it"))
@@ -144,7 +151,8 @@ class Team:
     def _apply(self, change: Change) -> None:
         if change.kind == "open":
             self._open(change)
-        self.routing.apply(change)
+        else:
+            self.routing.apply(change)
         if change.kind == "close":
             self._close(change)
         self._share_out()
@@ -161,13 +169,14 @@ class Team:
         )  # fmt: skip
         self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
         self.registry.note(version.id, {"alpha": self.routing.alpha(change.stream, change.route)})
-        self.workers[change.stream] = worker = self._worker(change.stream)
-        worker.memory.trained_ids.add(
-            version.last_trace_id
-        )  # what came before is in the copied weights: to replay only
+        self.routing.apply(change)
+        self._hire(change.stream)
+        if change.stream in self.workers:  # what came before is in the copied weights: to replay only
+            self.workers[change.stream].memory.trained_ids.add(version.last_trace_id)
 
     def _close(self, change: Change) -> None:
-        self._num_steps_closed += self.workers.pop(change.route).trainer.num_steps
+        left = self.workers.pop(change.route, None)
+        self._num_steps_closed += left.trainer.num_steps if left else 0
         self.registry.close_route(change.route, {"closed": change.reason})
         (self.state / checkpoint_name(change.route)).unlink(missing_ok=True)
 

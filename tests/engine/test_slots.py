@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from livedraft.config import EngineConfig, SpeculationConfig
+from livedraft.config import EngineConfig
 from livedraft.engine.slots import within_memory, within_model
 from livedraft.events import Events
 from livedraft.records import UserError
@@ -14,7 +14,7 @@ def fitting(gib, **options):
     events, seen = Events(), []
     events.subscribe(seen.append)
     config = EngineConfig(kv_cache_gb=gib, max_model_len=1024, **options)  # one MiB a slot
-    return within_memory(config, KIB_A_POSITION, SpeculationConfig(), events), seen
+    return within_memory(config, KIB_A_POSITION, 2, events), seen
 
 
 @pytest.mark.parametrize(

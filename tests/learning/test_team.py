@@ -12,7 +12,7 @@ from livedraft.learning.capture import conversation_key
 from livedraft.learning.store import TraceStore
 from livedraft.learning.team import Team
 from livedraft.learning.worker import Worker
-from livedraft.records import DEFAULT_ROUTE
+from livedraft.records import DEFAULT_ROUTE, UserError
 from tests.learning.test_worker import state  # noqa: F401  # the fixture
 from tests.learning.toy import served_traces
 
@@ -140,8 +140,6 @@ def test_every_draft_is_scored_before_anybody_trains(state, monkeypatch):  # noq
 
 
 def test_a_database_that_cannot_be_written_costs_a_turn(state, monkeypatch):  # noqa: F811
-    from livedraft.records import UserError
-
     one = team(state)
     serve_into(state, ["a", "b"], 8)
 
@@ -163,3 +161,30 @@ def test_odd_rows_of_an_earlier_process_do_no_harm(state, kept):  # noqa: F811
     serve_into(state, ["a", "b"], 8)
     settle(one)
     assert list(one.workers) == [DEFAULT_ROUTE]
+
+
+def test_a_route_for_which_memory_is_short_closes_and_the_others_learn_on(state, monkeypatch):  # noqa: F811
+    one = team(state)
+
+    def short(*_):
+        raise UserError("Training this draft needs about 9.0 GiB and the machine has 1.0 free.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("livedraft.learning.worker.require_memory", short)
+        serve_into(state, ["a", "a", "b"], 36)
+        settle(one)
+    assert one.registry.routes() == list(one.workers) == [DEFAULT_ROUTE]
+    assert one.routing.open == []
+    assert one.workers[DEFAULT_ROUTE].memory.num_trained > 20
+    closed = [event for event in read_events(state) if event["event"] == "route_close"]
+    assert len(closed) == 1 and "needs about 9.0 GiB" in closed[0]["reason"]
+
+
+def test_a_route_whose_weights_are_damaged_is_closed_at_start(state):  # noqa: F811
+    one = team(state)
+    serve_into(state, ["a", "a", "b"], 36)
+    settle(one)
+    one.registry.weights_path(one.registry.in_service("a").id).write_bytes(b"damaged")
+    again = team(state)
+    assert list(again.workers) == [DEFAULT_ROUTE]
+    assert again.registry.routes() == [DEFAULT_ROUTE]
