@@ -32,7 +32,7 @@ import json, vllm
 from vllm.platforms import current_platform
 print("LIVEDRAFT " + json.dumps({"version": vllm.__version__, "is_cpu": current_platform.is_cpu()}))
 """
-_LOOK_SECONDS, _END_SECONDS = 120.0, 15.0
+_LOOK_SECONDS, _END_SECONDS = 300.0, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
