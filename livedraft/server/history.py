@@ -107,7 +107,7 @@ class History:
             rows = json.loads((state / FILE_NAME).read_text(encoding="utf-8"))
             points = [Point(**row) for row in rows]
             for point in points:  # what a wrong hand has written must fail here, not in a thread later
-                point.joined(point)
+                Point(start=point.start, end=point.end).joined(point)
                 assert point.end >= point.start
             return cls(points)
         except FileNotFoundError:

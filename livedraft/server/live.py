@@ -117,6 +117,7 @@ class Live:
         if self._sampler is None:
             if served.state is not None:
                 self.history = await run_in_threadpool(History.load, served.state)
+                self._tick += 1  # whoever looks already has missed something
             self._sampler = Sampler(served.backend.snapshot())
         if self._tick % (_DETAIL_TICKS if self.num_viewers else _DETAIL_TICKS_UNWATCHED) == 0 or not self.details:
             self.details = await run_in_threadpool(self._read_details, served)

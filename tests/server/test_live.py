@@ -179,6 +179,7 @@ def test_a_served_request_moves_latencies_and_history_and_the_past_survives_a_re
         assert now["requests"]["inter_token_latency"]["p99"] < 10
     assert (tmp_path / FILE_NAME).exists()
     with InProcess(served()) as again:  # the counters of a new process start anew; the curve does not
+        first_events(again, "details")
         told = first_events(again, "history", "now")
         assert len(told["history"]) == 1
         assert told["history"][0]["curves"] == {"default": [10, 40, 20]}
