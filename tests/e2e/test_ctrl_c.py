@@ -24,12 +24,17 @@ from tests.e2e.server_process import TINY_ENVIRONMENT, ServerProcess
 from tests.e2e.test_state_cli import ask, shown, wait_for
 
 
+def _as_in_a_terminal():
+    """Tests that a shell runs in the background inherit a SIGINT that is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def running(*arguments, **environment):
     """In a process group of its own, as a shell starts it; gives the process and its output so far, line by line."""
     process = subprocess.Popen(
         [sys.executable, "-m", "livedraft", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, **TINY_ENVIRONMENT, **environment}, start_new_session=True,
+        env={**os.environ, **TINY_ENVIRONMENT, **environment}, start_new_session=True, preexec_fn=_as_in_a_terminal,
     )  # fmt: skip
     lines = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")), daemon=True)
@@ -136,6 +141,7 @@ def test_a_conversation_ends_at_once_while_it_waits_for_a_line(model_folder):
     with ServerProcess(model_folder, "--no-learn", **TINY_ENVIRONMENT) as server:
         pid, terminal = pty.fork()
         if pid == 0:
+            _as_in_a_terminal()
             os.execv(sys.executable, [sys.executable, "-m", "livedraft", "chat", "--url", server.url])
         shown_text = b""
         deadline = time.monotonic() + 60
