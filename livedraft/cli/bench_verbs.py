@@ -158,8 +158,8 @@ def bench_compare(
 
     run(
         prompts, limit=limit, max_tokens=max_tokens, batches=batch or [1], temperatures=temperature or [0.0], rounds=rounds,
-        draft=draft, state=state, model=model, dtype=dtype, quantization=quantization, threads=threads, llama_server=llama_server,
-        vllm_python=vllm_python, plot=plot, as_json=as_json,
+        draft=draft, state=state, model=model, dtype=dtype, quantization=quantization, threads=threads,
+        llama_server=llama_server, vllm_python=vllm_python, plot=plot, as_json=as_json,
     )  # fmt: skip
 
 
