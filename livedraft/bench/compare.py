@@ -54,13 +54,15 @@ _NO_DRAFT = "there is no learned draft to give it; name one with --draft or --st
 
 def run(
     prompts_path: Path, *, limit: int, max_tokens: int, batches: Sequence[int], temperatures: Sequence[float], rounds: int,
-    draft: str, state: Path | None, model: str, dtype: str, threads: int | None, llama_server: Path | None,
-    vllm_python: Path | None, plot: Path | None, as_json: bool,
+    draft: str, state: Path | None, model: str, dtype: str, quantization: str, threads: int | None,
+    llama_server: Path | None, vllm_python: Path | None, plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     check_outputs(plot=plot)
     prompts = read_prompts(prompts_path, limit * max(batches))
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM(model, draft=draft, state=state, dtype=dtype, num_threads=threads))
+        llm = stack.enter_context(
+            LLM(model, draft=draft, state=state, dtype=dtype, quantization=quantization, num_threads=threads)
+        )
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         arena = _Arena(stack, llm, model, draft, llama_server, vllm_python)
         settings = []
@@ -200,7 +202,7 @@ class _Arena:
         return found, {name: reasons.get(name, _NO_DRAFT) for name in ENGINES if name not in found}
 
     def acceptance(self) -> dict[str, float]:
-        """Of llama.cpp since its server started: whether it speculates at all shows here."""
+        """Of llama.cpp in this setting, warming up included: whether it speculates at all shows here."""
         servers = {name: server for name, server in self._servers.items() if server.num_drafted}
         return {name: round(server.num_accepted / server.num_drafted, 3) for name, server in servers.items()}
 

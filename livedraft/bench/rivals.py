@@ -97,6 +97,7 @@ class LlamaServer:
     num_accepted: int = 0
 
     def contender(self, sampling: SamplingParams) -> Answer:
+        self.num_drafted = self.num_accepted = 0
         return lambda group: list(self.pool.map(lambda prompt: self._answer(prompt, sampling), group))
 
     def _answer(self, prompt: list[int], sampling: SamplingParams) -> list[int]:

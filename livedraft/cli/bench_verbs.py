@@ -149,6 +149,7 @@ def bench_compare(
     state: State = None,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",
+    quantization: Annotated[str, typer.Option(help="Of livedraft's own target: none, int8 or int4.")] = "none",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -157,8 +158,8 @@ def bench_compare(
 
     run(
         prompts, limit=limit, max_tokens=max_tokens, batches=batch or [1], temperatures=temperature or [0.0], rounds=rounds,
-        draft=draft, state=state, model=model, dtype=dtype, threads=threads, llama_server=llama_server,
-        vllm_python=vllm_python, plot=plot, as_json=as_json,
+        draft=draft, state=state, model=model, dtype=dtype, quantization=quantization, threads=threads,
+        llama_server=llama_server, vllm_python=vllm_python, plot=plot, as_json=as_json,
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def bench_limits(
 
 @bench_app.command("growth")
 def bench_growth(
-    quantization: Annotated[str, typer.Option(help="Of the target's weights: none or int8.")] = "none",
+    quantization: Annotated[str, typer.Option(help="Of the target's weights: none, int8 or int4.")] = "none",
     plot: Annotated[Path | None, typer.Option(help="Write the curves as SVG.")] = None,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",

@@ -21,8 +21,8 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a shell block, continued lines joined; comments and blank lines are none."""
-        if self.language not in _SHELL_LANGUAGES:
+        """The commands of a shell block, continued lines joined; comments and blank lines are none. A drawing has none."""
+        if self.language not in _SHELL_LANGUAGES or "►" in self.text:
             return []
         lines = self.text.replace("\\\n", " ").splitlines()
         return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

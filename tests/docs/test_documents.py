@@ -61,6 +61,7 @@ def parse(command):
         arguments = arguments[arguments.index("-m") + 1 :]
     if arguments[0] != "livedraft":
         return None
+    arguments = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is for another program
     verb, context, rest = verb_of(arguments[1:])
     verb.make_context(verb.name, list(rest), parent=context)
     return verb
@@ -83,7 +84,7 @@ def test_options_that_are_mentioned_exist(file):
     for code in inline_code(file):
         if not code.startswith("livedraft ") or "|" in code:
             continue
-        names = code.split()[1:]
+        names = code.split(" -- ")[0].split()[1:]
         command = COMMAND
         while names and names[0] in getattr(command, "commands", {}):
             command, names = command.commands[names[0]], names[1:]
