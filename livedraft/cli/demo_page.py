@@ -43,12 +43,8 @@ class DemoPage:
             if not self._thread.is_alive():
                 raise RuntimeError("The dashboard's server ended before it was ready.")
             time.sleep(_POLL_SECONDS)
+        self.url = f"http://127.0.0.1:{self._http.servers[0].sockets[0].getsockname()[1]}/"
         return self
-
-    @property
-    def url(self) -> str:
-        port = self._http.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/"
 
     def close(self) -> None:
         """Whoever looks keeps what the page shows. Safe to call twice."""
