@@ -31,7 +31,7 @@ from livedraft.models.decoder import weight_tensors
 from livedraft.models.load import LoadedModel, build_weights, expected_shapes
 from livedraft.models.native import make_decoder
 from livedraft.models.static_decoder import StaticDecoder
-from livedraft.records import SamplingParams
+from livedraft.records import SamplingParams, UserError
 
 _NO_BARS = "not judged: no GPU, and sizes are reduced"
 _UNSEEN = 7
@@ -39,6 +39,7 @@ _UNSEEN = 7
 _seeds = itertools.count(100)
 """Of the load: no prompt comes twice, so nothing is found in a prefix cache."""
 _DRAFTED = 3
+_LOAD_TOKENS = 128
 _SWAPS = 6
 _TRAINER_PATIENCE_SECONDS = 60.0
 _LARGE_BYTES = 1 << 32
@@ -166,25 +167,25 @@ def _learning_against_not(add: Add, still: LLM, learning: LLM, state: Path, size
     """Rounds of equal work, k fixed, in turn; the trainer has to be at work by then."""
     deadline = time.monotonic() + _TRAINER_PATIENCE_SECONDS
     while time.monotonic() < deadline and not read_status(state, "trainer").get("num_train_tokens"):
-        _round_seconds(learning, sizes.batch, sizes.max_tokens)
+        _round_seconds(learning, sizes.batch)
     before = read_status(state, "trainer").get("num_train_tokens", 0)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for window in range(2 * sizes.num_windows):
         is_learning = bool(window % 2)
-        seconds[is_learning] += _round_seconds(learning if is_learning else still, sizes.batch, sizes.max_tokens)
+        seconds[is_learning] += _round_seconds(learning if is_learning else still, sizes.batch)
     trained = read_status(state, "trainer").get("num_train_tokens", 0) - before
     ratio = median(seconds[True]) / median(seconds[False])
     note = f"p50 of a round {1000 * median(seconds[False]):.2f} ms without; {trained} tokens trained meanwhile"
     add(f"round with learning / without, p50, batch {sizes.batch}", round(ratio, 3), "<= 1.05", ratio <= 1.05, note)
 
 
-def _round_seconds(llm: LLM, batch: int, max_tokens: int) -> list[float]:
-    return [seconds for _, seconds in _timed_rounds(llm, batch, max_tokens)]
+def _round_seconds(llm: LLM, batch: int) -> list[float]:
+    return [seconds for _, seconds in _timed_rounds(llm, batch)]
 
 
-def _timed_rounds(llm: LLM, batch: int, max_tokens: int) -> list[tuple[float, float]]:
+def _timed_rounds(llm: LLM, batch: int) -> list[tuple[float, float]]:
     """(when it ended, how long it took) of each round in which all decode and none ends."""
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_LOAD_TOKENS, ignore_eos=True)
     prompts = plant_shop_prompts(batch, next(_seeds))
     states = llm.add([llm.request(prompt, sampling) for prompt in prompts])
     rounds: list[tuple[float, float]] = []
@@ -197,14 +198,16 @@ def _timed_rounds(llm: LLM, batch: int, max_tokens: int) -> list[tuple[float, fl
         last[0] = now
 
     llm.run(after_round)
-    return rounds[1:]
+    if not rounds:
+        raise UserError("No round had all requests decoding; the prompts do not fit this model's context.")
+    return rounds
 
 
 def _swaps_under_load(add: Add, llm: LLM, draft: str, sizes: Sizes) -> None:
     """Versions are filled by another thread and taken up while a full batch decodes; the longest round against the median of
     the rounds before any swap."""
     weights = llm.draft_weights(draft)
-    quiet = median(_round_seconds(llm, sizes.batch, sizes.max_tokens))
+    quiet = median(_round_seconds(llm, sizes.batch))
     is_over = threading.Event()
     taken_up = []
 
@@ -219,7 +222,7 @@ def _swaps_under_load(add: Add, llm: LLM, draft: str, sizes: Sizes) -> None:
     thread.start()
     rounds = []
     while thread.is_alive():
-        rounds += _timed_rounds(llm, sizes.batch, sizes.max_tokens)
+        rounds += _timed_rounds(llm, sizes.batch)
     is_over.set()
     thread.join()
     first = min(taken_up, default=float("inf"))

@@ -50,6 +50,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
+        """Kept, for a pool dies with its last graph."""
 
     def capture(self, work: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream()
@@ -66,6 +68,7 @@ class CudaGraphs:
                     work()
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
+        self._first = self._first or graph
         return graph.replay
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from livedraft.models.decoder import attend_by_sdpa
 from livedraft.models.static_decoder import (
     MAX_DRAFTED,
     ROWS_EACH,
@@ -132,6 +133,26 @@ def test_other_attention_kernels_give_the_same(name, kernel):
     poison(other)
     for parts in ([(0, 0, [1, 2, 3]), (2, 0, [4] * 9)], [(0, 3, [5]), (2, 9, [6])], [(0, 4, [5, 8]), (3, 0, [6])]):
         assert torch.allclose(step(other, parts), step(plain, parts), atol=1e-3)
+
+
+def test_the_fastest_attention_is_taken_if_it_is_right_and_clearly_faster():
+    def wrong(*parts):
+        return -attend_by_sdpa(*parts)
+
+    def missing(*parts):
+        raise RuntimeError("no such kernel")
+
+    seconds = {"sdpa": 10.0, "wrong": 1.0, "missing": 0.0, "matmul": 9.9, "flex": 5.0}
+    kernels = {"sdpa": attend_by_sdpa, "wrong": wrong, "missing": missing, "matmul": attend_by_matmul}
+    static = static_decoder(MODEL)
+
+    def timed(replay):
+        replay()
+        return seconds[static.attention[0]]
+
+    assert static.measured_attention((4, 5, 128), kernels, timed)[0] == "sdpa"
+    kernels["flex"] = attend_by_matmul
+    assert static.measured_attention((4, 5, 128), kernels, timed) == ("flex", attend_by_matmul)
 
 
 def test_most_rounds_are_replayed_and_only_long_segments_are_not(monkeypatch):
