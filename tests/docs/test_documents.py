@@ -61,7 +61,9 @@ def parse(command):
         arguments = arguments[arguments.index("-m") + 1 :]
     if arguments[0] != "livedraft":
         return None
-    arguments = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is for another program
+    arguments = (
+        arguments[: arguments.index("--")] if "--" in arguments else arguments
+    )  # the rest is for another program
     verb, context, rest = verb_of(arguments[1:])
     verb.make_context(verb.name, list(rest), parent=context)
     return verb
