@@ -75,8 +75,8 @@ def test_everything_imported_is_declared_and_everything_declared_is_imported():
     distributions = packages_distributions()
     used = set()
     for module, file in imported_modules().items():
-        if module in OPTIONAL_IMPORTS:
-            continue
+        if module in OPTIONAL_IMPORTS or (module == "vllm" and "integrations/vllm" in str(file)):
+            continue  # that part runs in vLLM's own environment
         providers = {normal(name) for name in distributions.get(module, [module])}
         assert providers & (declared | _AT_HAND), f"{file} imports {module}, which pyproject.toml does not name"
         used |= providers

@@ -15,7 +15,7 @@ def test_what_could_not_be_written_in_the_end_is_said_at_once(tmp_path, monkeypa
         outputs.check_outputs(plot=tmp_path / "curve.svg")
 
 
-@pytest.mark.parametrize("command", [("bench", "limits"), ("bench", "replay", "--prompts", "unread.jsonl")])
+@pytest.mark.parametrize("command", [("bench", "growth"), ("bench", "replay", "--prompts", "unread.jsonl")])
 def test_before_anything_is_measured(command, tmp_path):
     result = livedraft(*command, "--plot", tmp_path / "no" / "where.svg")
     assert result.returncode == 1
