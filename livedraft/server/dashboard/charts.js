@@ -97,7 +97,7 @@ class Chart {
   /** Each line with its value under the pointer, or its newest one; then the kinds of marks there are. */
   showLegend() {
     const value = (one) => this.scale.format(one.values[this.pointed] ?? last(one.values));
-    const items = this.series.map((one) => [label(one.name), one.sample, value(one)]);
+    const items = this.series.map((one) => [one.name, one.sample, value(one)]);
     const kinds = Object.keys(MARKS).filter((kind) => this.marks.some((mark) => mark.kind === kind));
     fill(this.legend, [items, kinds], () => [
       ...items.map((item) => line(...item)),
@@ -202,7 +202,7 @@ export class Charts {
     const routes = [...names].filter((name) => !(name in OTHER_NAMES)).sort();
     const others = [...names].filter((name) => name in OTHER_NAMES).sort();
     const series = [...routes, ...others].map((name, index) => ({
-      name,
+      name: label(name),
       sample: LINES[name in OTHER_NAMES ? 2 : Math.min(index, 1)],
       stroke: colour(name in OTHER_NAMES ? "--caution" : index ? "--faint" : "--accent"),
       width: index ? 1.75 : 2.5,
@@ -211,14 +211,14 @@ export class Charts {
     }));
     if (rows.some((bin) => bin.alpha != null)) {
       const values = rows.map((bin) => (bin.isGap ? null : bin.alpha ?? undefined));
-      series.push({ name: "alpha", sample: "muted", stroke: colour("--faint"), width: 2, dash: [7, 5], values });
+      series.push({ name: "alpha, all positions", sample: "muted", stroke: colour("--faint"), width: 2, dash: [7, 5], values });
     }
     this.acceptance.marks = marks;
     this.acceptance.draw(times, series, range);
     const shown = marks.filter((mark) => mark.time >= range[0]);
     const counts = Object.keys(MARKS).map((kind) => [kind, shown.filter((mark) => mark.kind === kind).length]);
     const told = counts.filter(([, count]) => count).map(([kind, count]) => `${count} ${MARKS[kind].text}`);
-    const curves = series.map((one) => `${label(one.name)} from ${percent(first(one.values))} to ${percent(last(one.values))}`);
+    const curves = series.map((one) => `${one.name} from ${percent(first(one.values))} to ${percent(last(one.values))}`);
     this.acceptance.holder.setAttribute("aria-label", [...curves, ...told].join("; ") || "No drafted tokens yet");
   }
 
@@ -239,7 +239,7 @@ export class Charts {
 const rate = (counts) => (counts?.[1] ? counts[2] / counts[1] : undefined);
 const first = (values) => values.find((value) => value != null);
 const last = (values) => values.findLast((value) => value != null);
-const label = (name) => OTHER_NAMES[name] ?? (name === "default" ? "draft" : name === "alpha" ? "alpha, all positions" : `draft, ${name}`);
+const label = (name) => OTHER_NAMES[name] ?? (name === "default" ? "draft" : `draft, ${name}`);
 
 function line(name, sample, value) {
   const mark = el("span", { class: `sample ${sample}`, "aria-hidden": "true" });
