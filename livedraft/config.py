@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 Loss = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "hybrid", "cross_entropy"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
+RouteKind = Literal["api_key", "system_prompt", "language", "topic"]
 LEARNING_RATES = (3e-3, 1e-3)
 """What a stream's own rate is chosen from where none is given."""
 
@@ -206,9 +207,10 @@ class RoutingConfig:
     """Which requests get a draft of their own."""
 
     enabled: bool = True
-    """false: one draft for everything."""
-    by: tuple[Literal["api_key", "system_prompt", "language", "topic"], ...] = ("system_prompt", "language", "topic")
-    """What streams of traffic are told apart by, in this order; a client's own word and the rules go before."""
+    """false: one draft for everything, whatever clients say."""
+    by: tuple[RouteKind, ...] = ()
+    """What streams of traffic are told apart by, in this order, where neither a client's own word nor a rule says it; none of
+    them unless asked for: what it gains depends on the traffic (`bench routes`)."""
     rules: tuple[RouteRule, ...] = ()
     """Tables [[routing.rules]]; the first one that fits decides."""
     main_language: str = "en"
@@ -223,8 +225,8 @@ class RoutingConfig:
     """A route without a request for so long gives its draft's place up."""
 
     def __post_init__(self) -> None:
-        names = ("api_key", "system_prompt", "language", "topic")
-        _require(set(self.by) <= set(names), f"by may hold {', '.join(names)}, got {self.by!r}.")
+        kinds = get_args(RouteKind)
+        _require(set(self.by) <= set(kinds), f"by may hold {', '.join(kinds)}, got {self.by!r}.")
         for name in ("num_topics", "max_drafts", "min_requests"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         _require(self.idle_days > 0, f"idle_days must be above 0, got {self.idle_days}.")

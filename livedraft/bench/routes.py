@@ -29,7 +29,7 @@ from livedraft.bench.alternate import mean_with_bounds
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts, spread
 from livedraft.bench.replay import Learner, Report, learner_of, record, serve_canaries
-from livedraft.config import EngineConfig, LearningConfig, RoutingConfig
+from livedraft.config import EngineConfig, LearningConfig, RouteKind, RoutingConfig
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.router import Router
 from livedraft.drafts.weights import save_draft
@@ -43,6 +43,8 @@ from livedraft.tokenizer import Message
 BURST = 16
 STEPS_PER_REQUEST = 0.75
 """Optimiser steps that either run may take: one for every two new requests, and half as many on replayed ones alone."""
+ROUTE_KINDS: tuple[RouteKind, ...] = ("system_prompt", "language", "topic")
+"""What streams are told apart by where the settings do not say it."""
 JUDGED_SHARE = 1 / 3
 """The last requests of the stream, that the figures are of."""
 
@@ -70,6 +72,7 @@ def run(
     routing: RoutingConfig,
     as_json: bool,
 ) -> None:
+    routing = routing if routing.by else replace(routing, by=ROUTE_KINDS)
     bar = Bar()
     prompts = {path.stem: read_prompts(path, 10**6) for path in prompt_files}
     with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=1, num_prefix_slots=0)) as llm:

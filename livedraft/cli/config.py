@@ -6,9 +6,9 @@ import ast
 import inspect
 import json
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, get_args
 
-from livedraft.config import LOSSES, DistillConfig, DistillRunConfig
+from livedraft.config import LOSSES, DistillConfig, DistillRunConfig, RouteKind
 from livedraft.settings import OTHER_VARIABLES, SECTIONS, Settings
 
 _HEAD = """# Configuration
@@ -27,6 +27,7 @@ port = 9000          # in the environment LIVEDRAFT_SERVER__PORT=9000, as a flag
 that says what was probably meant. Where a meaning says None, the setting is left out. From Python the same settings are the
 fields of the dataclasses in `livedraft.config`.
 """
+_CHOICES = {"Loss": LOSSES, "RouteKind": get_args(RouteKind)}
 _QUOTES = "'\""
 _ABOUT = {
     "model": "What is served, and where its drafts and traces are kept.",
@@ -107,9 +108,9 @@ def _type(annotation: str) -> str:
     annotation = annotation.removesuffix(" | None")
     if annotation.startswith("tuple["):
         each = annotation[len("tuple[") : -len(", ...]")]
-        return f"list of {'texts' if each == 'str' else 'tables' if each.isidentifier() else _type(each)}"
-    if annotation == "Loss":
-        return " or ".join(f"`{loss}`" for loss in LOSSES)
+        return f"list of {'texts' if each == 'str' else 'tables' if each == 'RouteRule' else _type(each)}"
+    if annotation in _CHOICES:
+        return " or ".join(f"`{choice}`" for choice in _CHOICES[annotation])
     if annotation.startswith("Literal["):
         return " or ".join(f"`{choice.strip(_QUOTES)}`" for choice in annotation[len("Literal[") : -1].split(", "))
     return {

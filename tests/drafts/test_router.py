@@ -19,7 +19,8 @@ SUBJECTS = {
 
 
 def router(folder=None, **settings):
-    return Router(RoutingConfig(**settings), secret=b"key", folder=folder)
+    kinds = ("system_prompt", "language", "topic")
+    return Router(RoutingConfig(**{"by": kinds, **settings}), secret=b"key", folder=folder)
 
 
 def topics(router, rounds=60, seed=0):
@@ -109,6 +110,13 @@ def test_names_that_clients_make_up_are_bounded_and_old_ones_make_room():
 @pytest.mark.parametrize("text", ["", " ", "\x00", "\ud800", "a" * 100_000, "🜁" * 500, "1 2 3"])
 def test_no_text_is_too_odd(text):
     assert router().route_of(text, text, RouteHints(named="\n", api_key=text))
+
+
+def test_unless_asked_for_only_clients_and_rules_name_streams():
+    one = Router(RoutingConfig(rules=(RouteRule(route="shop", system_prompt_contains="sell"),)), secret=b"key")
+    assert one.route_of("You cook.", GERMAN, NO_HINTS) == DEFAULT_ROUTE
+    assert one.route_of("You cook.", GERMAN, RouteHints(named="mine")) == "mine"
+    assert one.route_of("You sell.", GERMAN, NO_HINTS) == "shop"
 
 
 def test_off_is_one_stream():
