@@ -23,6 +23,10 @@ axe.run(document, { resultTypes: ["violations"] }).then((found) => done(found.vi
   .map((one) => `${one.id}: ${one.help}: ${one.nodes.map((node) => node.html + " " + node.failureSummary).join(" | ")}`)));
 """
 CURVE = "return document.querySelector('#acceptance-chart').getAttribute('aria-label')"
+BARS = """
+const widths = (selector) => [...document.querySelectorAll(selector)].map((e) => e.getBoundingClientRect().width);
+return [widths("#positions .bar span"), widths("#positions .bar")[0]];
+"""
 PIXELS = """
 const canvas = document.querySelector("#acceptance-chart canvas");
 const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -104,6 +108,9 @@ def test_the_curve_moves_a_promotion_appears_and_the_key_decides_who_may(server,
     browser.wait(lambda: browser.run(CURVE) != first)
     browser.wait(lambda: browser.run(PIXELS) != drawn)
     assert "Running" in browser.text("#requests")
+    bars, whole = browser.run(BARS)
+    assert len(bars) == 3
+    assert all(bar < 0.999 * whole for bar in bars)  # nothing is accepted always
     assert "3 tokens a round: fixed by num_speculative_tokens." in browser.text("#positions")
     assert browser.text("#ttft td").endswith(("ms", "s"))
 
