@@ -102,12 +102,6 @@ class Browser:
         """Of the console since the last call, warnings included."""
         return [f"{row['level']}: {row['message']}" for row in self.do.get_log("browser") if row["level"] != "DEBUG"]
 
-    def screenshot(self, path: Path, *, is_whole_page: bool = False) -> None:
-        import base64
-
-        options: dict[str, Any] = {"format": "png"}
-        if is_whole_page:
-            options["captureBeyondViewport"] = True
-            size = self.do.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
-            options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        path.write_bytes(base64.b64decode(self.do.execute_cdp_cmd("Page.captureScreenshot", options)["data"]))
+    def screenshot(self, path: Path) -> None:
+        """What is in view."""
+        path.write_bytes(self.do.get_screenshot_as_png())

@@ -52,17 +52,19 @@ def main(folder: Path) -> None:
             browser.write("#message", QUESTION)
             browser.click("#send")
             browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 120)
-            for name, width, theme in (
-                ("dashboard-light", 1120, "light"),
-                ("dashboard-dark", 1120, "dark"),
-                ("dashboard-phone", 390, "light"),
+            for name, width, height, theme in (
+                ("dashboard-light", 1120, 1180, "light"),
+                ("dashboard-dark", 1120, 1180, "dark"),
+                ("dashboard-phone", 390, 1000, "light"),
+                ("dashboard-chat", 1120, 900, "light"),
             ):
-                browser.resize(width, 1400)
+                browser.resize(width, height)
                 browser.show_theme(theme)
-                browser.run("document.activeElement.blur(); scrollTo(0, 0)")
+                where = "document.querySelector('#try').scrollIntoView()" if name.endswith("chat") else "scrollTo(0, 0)"
+                browser.run(f"document.activeElement.blur(); {where}")
                 time.sleep(2.5)  # the next sample redraws the curves
                 path = folder / f"{name}.png"
-                browser.screenshot(path, is_whole_page=True)
+                browser.screenshot(path)
                 size = path.stat().st_size
                 print(f"{path}: {size / 1000:.0f} kB")
                 if size > MAX_BYTES:

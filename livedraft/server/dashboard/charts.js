@@ -4,6 +4,7 @@ import { $, el, fill, percent, whole } from "./dom.js";
 
 const NUM_BINS = 120;
 const LEAST_SPAN = 60;
+const LEAST_DRAFTED = 8; // tokens in a bin; the share of fewer is noise
 const MARKS = {
   promotion: { sign: "▲", text: "promoted", colour: "--accent" },
   rejection: { sign: "×", text: "rejected", colour: "--faint" },
@@ -236,7 +237,7 @@ export class Charts {
 }
 
 // `null` is a gap in a line, `undefined` a bin that has nothing to say: the line goes on over it.
-const rate = (counts) => (counts?.[1] ? counts[2] / counts[1] : undefined);
+const rate = (counts) => (counts?.[1] >= LEAST_DRAFTED ? counts[2] / counts[1] : undefined);
 const first = (values) => values.find((value) => value != null);
 const last = (values) => values.findLast((value) => value != null);
 const label = (name) => OTHER_NAMES[name] ?? (name === "default" ? "draft" : `draft, ${name}`);

@@ -76,29 +76,35 @@ function showNow({ recent, requests, drafts, draft_version: version, time }) {
 }
 
 function showPositions(drafts) {
-  const shown = drafts.map((one) => ({ ...one, acceptance_by_position: one.acceptance_by_position.map((share) => percent(share)) }));
-  fill($("positions"), shown, () =>
-    shown.length ? shown.flatMap(positions) : [el("p", { class: "muted" }, "No draft is in service: every pass gives one token, or what earlier text suggests.")],
+  const rounded = drafts.map((one) => ({ ...one, shares: one.acceptance_by_position.map((share) => Math.round(100 * share)) }));
+  const key = rounded.map(({ version, k, reason, shares }) => [version, k, reason, shares]);
+  fill($("positions"), key, () =>
+    rounded.length
+      ? [...rounded.map(lengthOf), positions(rounded.find((one) => !one.is_second) ?? rounded[0])]
+      : [el("p", { class: "muted" }, "No draft is in service: every pass gives one token, or what earlier text suggests.")],
   );
 }
 
-function positions(draft) {
+function lengthOf(draft) {
   const length = el("strong", {}, `${draft.k} ${draft.k === 1 ? "token" : "tokens"} a round`);
-  const reason = el("p", { class: "reason" }, ...(draft.is_second ? [`${draft.version}, on trial: `] : []), length, `: ${draft.reason}.`);
-  const rows = draft.acceptance_by_position.map((share, index) => {
+  return el("p", { class: "reason" }, ...(draft.is_second ? [`${draft.version}, to compare with: `] : []), length, `: ${draft.reason}.`);
+}
+
+function positions(draft) {
+  const rows = draft.shares.map((share, index) => {
     const bar = el("span");
-    bar.style.inlineSize = share;
+    bar.style.inlineSize = `${share}%`;
     return el(
       "tr",
       { class: index < draft.k ? "used" : null },
       el("th", { scope: "row" }, String(index + 1)),
       el("td", {}, el("span", { class: "bar", "aria-hidden": "true" }, bar)),
-      el("td", {}, share),
+      el("td", {}, percent(share / 100)),
     );
   });
   const head = el("thead", { class: "unseen" }, el("tr", {}, ...["Position", "Picture", "Accepted"].map((name) => el("th", { scope: "col" }, name))));
   const caption = el("caption", {}, "Accepted, once reached, by drafted position");
-  return [reason, el("table", { class: "positions" }, caption, head, el("tbody", {}, ...rows))];
+  return el("table", { class: "positions" }, caption, head, el("tbody", {}, ...rows));
 }
 
 function showRequests(requests) {

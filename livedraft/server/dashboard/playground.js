@@ -79,7 +79,7 @@ export class Playground {
   /** Calls `take` with each streamed choice. Throws an Error with the server's sentence. */
   async stream(messages, take) {
     const key = $("api-key").value;
-    const body = { model: this.model, messages, stream: true, return_token_kinds: true, max_tokens: this.maxTokens };
+    const body = { model: this.model, messages, stream: true, return_token_kinds: true, temperature: 0, max_tokens: this.maxTokens };
     if (!$("speculates").checked) body.num_speculative_tokens = 0;
     if (!$("stores").checked) body.store = false;
     const response = await fetch("v1/chat/completions", {
