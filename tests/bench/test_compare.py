@@ -97,6 +97,7 @@ def learned(model_folder, tmp_path):
     return folder
 
 
+@pytest.mark.long
 def test_each_batch_size_and_temperature_is_a_setting(model_folder, prompts, learned, tmp_path):
     plot = tmp_path / "speeds.svg"
     result = shown(
@@ -139,6 +140,7 @@ FAKE_VLLM = """
 """
 
 
+@pytest.mark.long
 def test_vllm_answers_from_its_own_interpreter(model_folder, prompts, learned, tmp_path):
     (tmp_path / "vllm.py").write_text(textwrap.dedent(FAKE_VLLM))
     python = tmp_path / "python"

@@ -77,6 +77,7 @@ def selectors(node):
         yield selector.name, {matcher.name for matcher in selector.matchers.matchers}
 
 
+@pytest.mark.long
 def test_every_metric_and_label_that_is_asked_for_is_given(samples):
     num_metrics = 0
     for where, expression in expressions():
@@ -94,6 +95,7 @@ def test_every_metric_and_label_that_is_asked_for_is_given(samples):
     assert num_metrics > 40
 
 
+@pytest.mark.long
 def test_labels_in_legends_and_texts_are_given(samples):
     for panel in panels():
         for target in panel["targets"]:

@@ -29,7 +29,7 @@ def _as_in_a_terminal():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
 
 
 @contextmanager

@@ -124,6 +124,7 @@ def test_tokens_that_are_still_on_the_device(most_rows, monkeypatch):
     assert torch.allclose(step(static, parts), step(plain, known), atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("kernel", [attend_by_matmul, attend_by_flex])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
