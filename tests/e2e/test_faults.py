@@ -130,6 +130,7 @@ def kill_rounds(model_folder, state, count, seed):
     assert len(set(promoted)) > 1  # the rounds did change what serves
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_kills_at_random_moments(model_folder, tmp_path):
     kill_rounds(model_folder, tmp_path / "state", 5, seed=0)
