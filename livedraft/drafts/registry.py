@@ -165,6 +165,14 @@ class Registry:
         self._point_to(None, route)
         self._prune(route)
 
+    def undo_trial(self, new_id: str, old_id: str, route: str, numbers: dict[str, Any], *, is_canary: bool) -> None:
+        """The watch found the new version worse: a canary leaves, what serves already gives way to the old one."""
+        if is_canary:
+            self.withdraw(new_id, numbers)
+            return
+        self.note(new_id, numbers)
+        self.serve(old_id, route, {}, status_of_current="rolled_back")
+
     def set_aside(self, version_id: str, reason: str) -> None:
         """A folder that cannot be used is kept under another name, for whoever wants to look."""
         folder = self.folder(version_id)

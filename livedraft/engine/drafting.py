@@ -174,17 +174,19 @@ class Drafting:
         """Of each resident draft: its acceptance by position, the draft length that follows and why. From any thread;
         figures of one draft may be a round apart."""
         rows = []
-        for resident in self.residents():
-            k, reason = resident.lengths.explained(num_requests)
-            rows.append(
-                {
-                    "version": resident.draft.version,
-                    "is_second": resident is self.second,
-                    "acceptance_by_position": resident.lengths.acceptance_by_position,
-                    "k": k,
-                    "reason": reason,
-                }
-            )
+        for name, route in self.routes.items():
+            for resident in route.residents():
+                k, reason = resident.lengths.explained(num_requests)
+                rows.append(
+                    {
+                        "route": name,
+                        "version": resident.draft.version,
+                        "is_second": resident is route.second,
+                        "acceptance_by_position": resident.lengths.acceptance_by_position,
+                        "k": k,
+                        "reason": reason,
+                    }
+                )
         return rows
 
     # --- changes ----------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ class Drafting:
                 self._within_draft(resident, entry, limit) if limit and self._of(entry.state) is resident else 0
                 for entry, limit in zip(entries, limits, strict=True)
             ]
-            if not any(own):
+            if not any(limit > 0 for limit in own):
                 continue
             lengths = self._lengths(resident, entries, own, num_predicted)
             drafted = self._drafted(resident, entries, lengths)
@@ -303,8 +305,6 @@ class Drafting:
     ) -> list[DraftLength]:
         """For each request of this draft: the round's choice, within what it can use."""
         num_drafting = sum(limit > 0 for limit in limits)
-        if num_drafting == 0:
-            return [DraftLength(k=0)] * len(entries)
         num_other_rows = sum(e.num_pending_rows for e, limit in zip(entries, limits, strict=True) if limit <= 0)
         length = resident.lengths.choose(num_drafting, num_other_rows + num_predicted)
         chosen = _only_cheapest(resident.draft, entries, limits) if length.is_probe else limits

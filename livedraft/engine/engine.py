@@ -225,7 +225,10 @@ class Engine:
 
     def _traffic_of(self, request: Request) -> Traffic:
         """Routes without a draft of their own share the default one's."""
-        return self.traffic.setdefault(self.drafting.route_of(request), self.new_traffic())
+        route = self.drafting.route_of(request)
+        if route not in self.traffic:  # not setdefault: an empty one is megabytes
+            self.traffic[route] = self.new_traffic()
+        return self.traffic[route]
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
@@ -354,11 +357,7 @@ class Engine:
         return verify(logits_RV, proposal, sampling, state.seed, state.num_output_tokens)
 
     def _commit(
-        self,
-        entry: RoundEntry,
-        proposal: Proposal | None,
-        logits_RV: torch.Tensor,
-        verdict: Verdict | None,
+        self, entry: RoundEntry, proposal: Proposal | None, logits_RV: torch.Tensor, verdict: Verdict | None
     ) -> None:
         """Append the verdict's tokens, trimmed where the request ends, with all that runs parallel; rewind the caches."""
         state = entry.state

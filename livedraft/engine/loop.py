@@ -87,7 +87,6 @@ class EngineLoop:
             "num_emitted_tokens": engine.stats.num_emitted_tokens,
             "finished": dict(self._num_finished),
             "speculation": list(engine.stats_by_version.items()),
-            "emitted_tokens": engine.stats.num_emitted_tokens,
             "busy_seconds": busy_seconds + (0.0 if since is None else time.monotonic() - since),
             "estimated_seconds": engine.estimate.seconds,
             "estimated_plain_seconds": engine.estimate.plain_seconds,

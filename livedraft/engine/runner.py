@@ -45,10 +45,7 @@ class Runner:
         if not chosen:
             return proposals
         tasks = [_task(entries[index], lengths[index], acceptance_of) for index in chosen]
-        propose = getattr(
-            proposer, "propose_ahead", proposer.propose
-        )  # tokens may stay on the device until the verdict
-        for index, proposal in zip(chosen, propose(tasks), strict=True):
+        for index, proposal in zip(chosen, proposer.propose_ahead(tasks), strict=True):
             proposals[index] = proposal
         return proposals
 

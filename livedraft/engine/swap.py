@@ -307,11 +307,7 @@ class RouteSwaps:
             self._end_trial()
 
     def _roll_back(self, trial: Trial, numbers: dict[str, Any]) -> None:
-        if trial.stage == "canary":
-            self._registry.withdraw(trial.new.id, numbers)
-        else:
-            self._registry.note(trial.new.id, numbers)
-            self._registry.serve(trial.old.id, self._route, {}, status_of_current="rolled_back")
+        self._registry.undo_trial(trial.new.id, trial.old.id, self._route, numbers, is_canary=trial.stage == "canary")
         self._serving, self._draft = trial.old, trial.old_draft
         self._events.emit(
             "draft_rolled_back", route=self._route, version=trial.new.id, previous=trial.old.id, **numbers

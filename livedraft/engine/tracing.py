@@ -1,6 +1,6 @@
 """Collects one request's trace, round by round, from what verification computed anyway. No second pass of the target.
 
-Legend: n committed positions of this round, V vocabulary, K teacher tokens, P drafted positions, Q draft tokens.
+Legend: C committed positions of a round, V vocabulary, K teacher tokens, P drafted positions, Q draft tokens, W its rows.
 """
 
 from __future__ import annotations
@@ -63,51 +63,59 @@ def record_rounds(rounds: Sequence[TracedRound]) -> None:
     memory, and each trace takes its own out later."""
     if not rounds:
         return
-    rows_each = [max(one.num_committed, one.num_drafted) for one in rounds]
-    logits_RV = torch.cat([one.target_logits_RV[:n] for one, n in zip(rounds, rows_each, strict=True)])
-    log_normaliser_R1 = torch.logsumexp(logits_RV, dim=-1, keepdim=True)
-    top = logits_RV.topk(min(TEACHER_TOP_K, logits_RV.shape[-1]), dim=-1)
-    log_probs_RK = top.values - log_normaliser_R1
+    # The top tokens, which cost most, of what was committed alone: rejected positions teach nothing but their own token.
+    committed_CV = _together([one.target_logits_RV[: one.num_committed] for one in rounds])
+    top = committed_CV.topk(min(TEACHER_TOP_K, committed_CV.shape[-1]), dim=-1)
+    normalisers = [torch.logsumexp(one.target_logits_RV, dim=-1) for one in rounds]
+    normaliser_C = _together([each_R[: one.num_committed] for each_R, one in zip(normalisers, rounds, strict=True)])
+    log_probs_CK = top.values - normaliser_C[:, None]
     teacher = OnTheWay(
         teacher_ids=top.indices.int(),
-        teacher_log_probs=log_probs_RK.half(),
-        tail_mass=(1.0 - log_probs_RK.exp().sum(-1)).clamp(min=0.0),
+        teacher_log_probs=log_probs_CK.half(),
+        tail_mass=(1.0 - log_probs_CK.exp().sum(-1)).clamp(min=0.0),
     )
-    starts = [sum(rows_each[:index]) for index in range(len(rounds))]
-    by_draft: dict[str, list[int]] = {}
-    for index, one in enumerate(rounds):
-        one.trace.expect(one, teacher, slice(starts[index], starts[index] + one.num_committed))
+    end = 0
+    by_draft: dict[str, list[tuple[TracedRound, torch.Tensor]]] = {}
+    for one, normaliser_R in zip(rounds, normalisers, strict=True):
+        start, end = end, end + one.num_committed
+        one.trace.expect(one, teacher, slice(start, end))
         if one.num_drafted and one.proposal is not None:
-            by_draft.setdefault(one.proposal.draft_version, []).append(index)
-    for chosen in by_draft.values():
-        _record_drafted([rounds[i] for i in chosen], [starts[i] for i in chosen], logits_RV, log_normaliser_R1)
+            by_draft.setdefault(one.proposal.draft_version, []).append((one, normaliser_R[: one.num_drafted]))
+    for same_draft in by_draft.values():
+        _record_drafted(same_draft)
 
 
-def _record_drafted(
-    rounds: list[TracedRound], starts: list[int], logits_RV: torch.Tensor, log_normaliser_R1: torch.Tensor
-) -> None:
-    """Of requests with one draft. P: drafted positions of all of them."""
-    row_ids, token_ids, target_rows, logits = [], [], [], []
-    for one, start in zip(rounds, starts, strict=True):
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One request's rows, the usual case on a small machine, are not copied: they are megabytes."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _record_drafted(rounds: list[tuple[TracedRound, torch.Tensor]]) -> None:
+    """Of requests with one draft, each with the log normalisers of its drafted rows. P: drafted positions of all of them."""
+    row_ids, token_ids, logits, target_logits = [], [], [], []
+    for one, _ in rounds:
         assert one.proposal is not None and one.proposal.draft_logits_KW is not None
         count = one.num_drafted
         row_ids += one.proposal.draft_row_ids[:count]
         token_ids += one.proposal.draft_token_ids[:count]
-        target_rows += range(start, start + count)
         logits.append(one.proposal.draft_logits_KW[:count])
-    log_probs_PW = torch.log_softmax(torch.cat(logits), dim=-1)
+        target_logits.append(one.target_logits_RV[:count])
+    log_probs_PW = torch.log_softmax(_together(logits), dim=-1)
+    target_logits_PV = _together(target_logits)
     top = log_probs_PW.topk(min(DRAFT_TOP_K, log_probs_PW.shape[-1]), dim=-1)
-    rows_P, tokens_P, targets_P = on_device([*row_ids, *token_ids, *target_rows], logits_RV.device).chunk(3)
-    draft_to_target_W = rounds[0].proposal.draft_to_target_W if rounds[0].proposal else None
+    rows_P, tokens_P = on_device([*row_ids, *token_ids], target_logits_PV.device).chunk(2)
+    proposal = rounds[0][0].proposal
+    draft_to_target_W = proposal.draft_to_target_W if proposal else None
     assert draft_to_target_W is not None
     drafted = OnTheWay(
         log_prob=log_probs_PW.gather(-1, rows_P[:, None])[:, 0],
-        target_log_prob=logits_RV[targets_P, tokens_P] - log_normaliser_R1[targets_P, 0],
+        target_log_prob=target_logits_PV.gather(-1, tokens_P[:, None])[:, 0]
+        - _together([normaliser_P for _, normaliser_P in rounds]),
         top_token_ids=draft_to_target_W[top.indices],
         top_log_probs=top.values,
     )
     end = 0
-    for one in rounds:
+    for one, _ in rounds:
         start, end = end, end + one.num_drafted
         one.trace.expect_drafted(one, drafted, slice(start, end))
 

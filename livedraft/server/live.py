@@ -270,7 +270,7 @@ def _counters(snapshot: dict[str, Any]) -> dict[str, Any]:
         counts = (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
         curves[name] = [a + b for a, b in zip(curves.get(name, [0, 0, 0]), counts, strict=True)]
     return {
-        "tokens": snapshot.get("emitted_tokens", snapshot["generation_tokens"]),
+        "tokens": snapshot.get("num_emitted_tokens", snapshot["generation_tokens"]),
         "busy": snapshot.get("busy_seconds", 0.0),
         "estimated": snapshot.get("estimated_seconds", 0.0),
         "plain": snapshot.get("estimated_plain_seconds", 0.0),

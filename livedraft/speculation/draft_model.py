@@ -54,6 +54,10 @@ class DraftModel:
         """Positions its cache has: a request longer than this decodes plainly."""
         return self.decoder.max_length
 
+    def propose_ahead(self, tasks: list[ProposalTask]) -> list[Proposal]:
+        """Here every token is read back before the next is drawn: nothing stays on the device."""
+        return self.propose(tasks)
+
     def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
         """Draw up to `num_tokens` for each task; one whose cache has not caught up gets an empty proposal.
 

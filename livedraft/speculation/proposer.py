@@ -34,6 +34,9 @@ class Proposer(Protocol):
     def propose(self, tasks: list[ProposalTask]) -> list[Proposal]:
         """One proposal a task, possibly empty (a request whose cache is still catching up)."""
 
+    def propose_ahead(self, tasks: list[ProposalTask]) -> list[Proposal]:
+        """As `propose`, but drafted tokens may stay on the device until the verdict (`Proposal.settle`)."""
+
     def commit(self, slot: int, num_valid_tokens: int) -> None:
         """The first `num_valid_tokens` of the slot's sequence stand; whatever was written past them is forgotten."""
 

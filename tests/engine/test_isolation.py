@@ -278,7 +278,7 @@ def test_the_loop_hands_every_token_over_once_with_the_counts_at_the_end(loop):
             assert len(update.token_ids) in (update.num_accepted, update.num_accepted + 1)
             assert (update.proposer is None) == (update.num_drafted == 0)
     snapshot = loop.snapshot()
-    assert snapshot["emitted_tokens"] == sum(map(len, ALONE))
+    assert snapshot["num_emitted_tokens"] == sum(map(len, ALONE))
     assert 0 < snapshot["busy_seconds"] < 20
     assert snapshot["estimated_plain_seconds"] > 0
     (report,) = snapshot["drafts"]

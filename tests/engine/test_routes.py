@@ -91,6 +91,24 @@ def test_a_draft_that_fails_is_out_on_its_route_alone():
     assert served.drafting.routes["two"].service is not None
 
 
+def test_a_request_makes_no_new_memory_for_texts():
+    """An empty one is megabytes, made on the engine's thread."""
+    served, _ = routed_engine(suffixes=True)
+    made, make = [], served.new_traffic
+    served.new_traffic = lambda: made.append(1) or make()
+    for n in range(3):
+        serve(served, [on(r, request(p, 10 * n + i)) for i, (r, p) in enumerate(zip(("one", "two", "other"), PROMPTS))])
+    assert sum(made) == len(served.traffic) == 3  # the third is the default route's
+
+
+def test_the_report_names_each_routes_drafts():
+    served, drafts = routed_engine()
+    served.drafting.offer(Lineup(service=drafts[1], second=drafts[2], share=0.5), "one")
+    served.take_up_offered_draft()
+    rows = {(row["route"], row["version"], row["is_second"]) for row in served.drafting.report(1)}
+    assert rows == {(DEFAULT_ROUTE, "d", False), ("one", "one", False), ("one", "two", True), ("two", "two", False)}
+
+
 # --- following the registry -----------------------------------------------------------------------------------------
 
 

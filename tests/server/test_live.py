@@ -19,7 +19,7 @@ from tests.server.scripted import CHAT, scripted
 from tests.server.test_admin import publish
 from tests.serving import InProcess
 
-NOTHING = {"speculation": [], "generation_tokens": 0, "emitted_tokens": 0, "busy_seconds": 0.0}
+NOTHING = {"speculation": [], "generation_tokens": 0, "num_emitted_tokens": 0, "busy_seconds": 0.0}
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_served_request_moves_latencies_and_history_and_the_past_survives_a_re
         def snapshot():
             stats = rounds(Counting.tokens, 4 * Counting.tokens, 2 * Counting.tokens)
             return inner() | {
-                "emitted_tokens": 3 * Counting.tokens, "busy_seconds": 0.1 * Counting.tokens,
+                "num_emitted_tokens": 3 * Counting.tokens, "busy_seconds": 0.1 * Counting.tokens,
                 "estimated_seconds": 1.0 * Counting.tokens, "estimated_plain_seconds": 1.5 * Counting.tokens,
                 "speculation": [(("default", "v1"), stats)],
             }  # fmt: skip
@@ -283,7 +283,7 @@ def test_a_sample_is_the_difference_of_two_looks_and_none_when_nothing_happened(
     sampler = Sampler(NOTHING | {"speculation": [(("default", "v1"), rounds(2, 8, 4))]})
     assert sampler.point(NOTHING | {"speculation": [(("default", "v1"), rounds(2, 8, 4))]}, None, None) is None
     later = NOTHING | {
-        "emitted_tokens": 12,
+        "num_emitted_tokens": 12,
         "speculation": [
             (("default", "v1"), rounds(3, 12, 6)), (("default", "v2"), rounds(1, 4, 4)),
             (("code", "v9"), rounds(1, 2, 0)), (("default", "suffix"), rounds(1, 5, 5)),

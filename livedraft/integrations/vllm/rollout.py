@@ -245,11 +245,7 @@ class Rollout:
         self._bring_in_line()
 
     def _roll_back(self, trial: Trial, numbers: dict[str, Any]) -> None:
-        if trial.stage == "canary":
-            self._registry.withdraw(trial.new.id, numbers)
-        else:
-            self._registry.note(trial.new.id, numbers)
-            self._registry.serve(trial.old.id, self._route, {}, status_of_current="rolled_back")
+        self._registry.undo_trial(trial.new.id, trial.old.id, self._route, numbers, is_canary=trial.stage == "canary")
         self.serving, self.trial = trial.old, None
         self._events.emit("draft_rolled_back", version=trial.new.id, previous=trial.old.id, **numbers)
         self._bring_in_line()

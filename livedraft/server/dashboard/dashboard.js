@@ -70,14 +70,15 @@ function showNow({ recent, requests, drafts, draft_version: version, time }) {
   say("speedup", recent?.estimated_speedup == null ? "–" : `${figure(recent.estimated_speedup)} ×`);
   say("draft", version);
   $("draft").title = version;
-  say("draft-note", drafts.length > 1 ? `compared with ${drafts.find((one) => one.version !== version)?.version}` : "");
+  const second = drafts.find((one) => one.is_second && one.route === "default");
+  say("draft-note", second ? `compared with ${second.version}` : "");
   showPositions(drafts);
   showRequests(requests);
 }
 
 function showPositions(drafts) {
   const rounded = drafts.map((one) => ({ ...one, shares: one.acceptance_by_position.map((share) => Math.round(100 * share)) }));
-  const key = rounded.map(({ version, k, reason, shares }) => [version, k, reason, shares]);
+  const key = rounded.map(({ route, version, k, reason, shares }) => [route, version, k, reason, shares]);
   fill($("positions"), key, () =>
     rounded.length
       ? [...rounded.map(lengthOf), positions(rounded.find((one) => !one.is_second) ?? rounded[0])]
@@ -87,7 +88,9 @@ function showPositions(drafts) {
 
 function lengthOf(draft) {
   const length = el("strong", {}, `${draft.k} ${draft.k === 1 ? "token" : "tokens"} a round`);
-  return el("p", { class: "reason" }, ...(draft.is_second ? [`${draft.version}, to compare with: `] : []), length, `: ${draft.reason}.`);
+  const route = draft.route === "default" ? "" : `route ${draft.route}: `;
+  const second = draft.is_second ? `${draft.version}, to compare with: ` : "";
+  return el("p", { class: "reason" }, route + second, length, `: ${draft.reason}.`);
 }
 
 function positions(draft) {
