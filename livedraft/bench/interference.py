@@ -75,10 +75,11 @@ async def _measure(
     set_control(state, "paused", 1)
     capacity = await _capacity(address, bodies)
     sides = {"off": _Side(), "on": _Side()}
-    chance = random.Random(0)
     bar = Bar()
     for number in range(2 * windows):
-        side = "on" if number % 2 else "off"
+        pair = number // 2
+        side = ("off", "on")[(number + pair) % 2]  # off on, on off, ...: neither is always the later one
+        chance = random.Random(pair)  # both sides of a pair meet the same arrivals
         set_control(state, "paused", int(side == "off"))
         await asyncio.sleep(_SETTLE_SECONDS)
         bar(f"windows, learning {side:<4}", number, 2 * windows)
@@ -106,14 +107,19 @@ async def _idle(state: Path) -> dict[str, Any]:
     busy_seconds = measured_seconds = 0.0
     deadline = time.monotonic() + _IDLE_SECONDS
     while time.monotonic() < deadline:
-        is_training = read_status(state, "trainer")["status"] not in ("waiting for traces", "paused")
+        is_training = _is_training(state)
         started, cpu = time.monotonic(), _cpu_seconds(pid)
         await asyncio.sleep(0.5)
-        if is_training and read_status(state, "trainer")["status"] not in ("waiting for traces", "paused"):
+        if is_training and _is_training(state):
             measured_seconds += time.monotonic() - started
             busy_seconds += _cpu_seconds(pid) - cpu
     share = round(busy_seconds / measured_seconds, 2) if measured_seconds >= 2.0 else None
     return {"idle_core_share": share, "idle_seconds_measured": round(measured_seconds, 1)}
+
+
+def _is_training(state: Path) -> bool:
+    status = str(read_status(state, "trainer")["status"])
+    return status not in ("waiting for traces", "paused") and not status.startswith("resting")
 
 
 def _cpu_seconds(pid: int) -> float:

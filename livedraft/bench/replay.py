@@ -199,7 +199,7 @@ def _serve_live(
 ) -> tuple[ArmResult, list[Trace], Learner]:
     config = EngineConfig(max_num_seqs=concurrency)
     # Bursts and pauses: while the trainer works nobody is served, so it may have the whole machine.
-    learning = replace(learning, num_threads=num_available_cores(), micro_batch_tokens=1024)
+    learning = replace(learning, level="on", num_threads=num_available_cores(), micro_batch_tokens=1024)
     result = ArmResult()
     one_draft = RoutingConfig(enabled=False)  # what `bench routes` is for
     with LLM(model, state=state, learn=True, dtype=dtype, engine=config, learning=learning, routing=one_draft) as llm:

@@ -26,6 +26,7 @@ from livedraft.config import LearningConfig, RoutingConfig
 from livedraft.drafts.database import read_controls, read_status, record_events, write_status
 from livedraft.drafts.registry import ROUTING_STATUS, Registry, new_version_id
 from livedraft.drafts.weights import save_draft
+from livedraft.learning.allowance import Allowance
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.process import EXIT_BAD_INPUT, checkpoint_name
 from livedraft.learning.routing import Change, Routing
@@ -45,8 +46,12 @@ class Team:
         """Raises UserError as `Worker`: the default route has to have a draft."""
         self.state, self.target, self.config, self.max_positions = state, target, config, max_positions
         self.store, self.registry = TraceStore(state), Registry(state)
-        default = Worker(state=state, target=target, route=DEFAULT_ROUTE, config=config, max_positions=max_positions)
-        self.workers = {DEFAULT_ROUTE: default}
+        self.workers: dict[str, Worker] = {}
+        self._allowance = Allowance(state, config.level)
+        self.workers[DEFAULT_ROUTE] = Worker(
+            state=state, target=target, route=DEFAULT_ROUTE, config=config, max_positions=max_positions,
+            has_had_its_share=self._has_had_its_share,
+        )  # fmt: skip
         self.routing = Routing(routing)
         self.is_routing = routing.enabled
         self._last_trace_id = self._num_steps_closed = 0
@@ -72,8 +77,11 @@ class Team:
             config = replace(config, learning_rate=default.trainer.base_rate)
         return Worker(
             state=self.state, target=self.target, route=route, config=config, max_positions=self.max_positions,
-            parts=default.trainer.target,
+            parts=default.trainer.target, has_had_its_share=self._has_had_its_share,
         )  # fmt: skip
+
+    def _has_had_its_share(self, seconds_since_busy: float) -> bool:
+        return self._allowance.is_spent(sum(w.trainer.flops for w in self.workers.values()), seconds_since_busy)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

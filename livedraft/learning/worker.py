@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,10 @@ class Worker:
         config: LearningConfig,
         max_positions: int,
         parts: TargetParts | None = None,
+        has_had_its_share: Callable[[float], bool] = lambda _seconds_since_busy: False,
     ) -> None:
-        """One route's draft. `parts`: of the target, where another worker has loaded them."""
+        """One route's draft. `parts`: of the target, where another worker has loaded them. `has_had_its_share`: must training
+        wait for more traffic? Asked with the seconds since requests were last seen running."""
         self.state, self.route, self.config = state, route, config
         self.streams = Streams()
         """Whose traces it learns from."""
@@ -130,6 +132,8 @@ class Worker:
         """When requests were last seen running."""
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
+        self._has_had_its_share = has_had_its_share
+        self._is_resting = False
         self._status = ""
         self._reported_at = 0.0
         self._checkpoint_path = state / checkpoint_name(route)
@@ -152,7 +156,7 @@ class Worker:
             self.say_problem(str(error))
             is_active = False
             time.sleep(10 * POLL_SECONDS)
-        if not is_active and not self.controls["paused"]:
+        if not is_active and not self.controls["paused"] and not self._is_resting:
             self.report("waiting for traces")
         return is_active
 
@@ -172,6 +176,8 @@ class Worker:
         is_due = self._is_candidate_due()
         if is_due and self._is_enough(self.memory.evidence(self.memory.newest_trained_id)):
             self._freeze_candidate()
+        elif self._rests():
+            return has_scored or bool(self._to_score)
         elif (batch := self.memory.next_batch()) is not None:
             self._train(*batch)
         elif has_scored or self._to_score:
@@ -350,6 +356,15 @@ class Worker:
         self.earlier.untried = []  # only now: a database that is locked costs a turn, not the draft
 
     # --- training ---------------------------------------------------------------------------------------------------
+
+    def _rests(self) -> bool:
+        """While requests come training may take a share of what serving takes, and no more."""
+        if self._yield_flag[0]:
+            self._busy_at = time.monotonic()
+        self._is_resting = self._has_had_its_share(time.monotonic() - self._busy_at)
+        if self._is_resting:
+            self.report("resting: it has had its share of the traffic")
+        return self._is_resting
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
         """One optimiser step on new examples and replayed ones."""

@@ -48,7 +48,7 @@ def learning(model_folder, tmp_path, events):
         dtype="float32",
         num_threads=1,
         events=events,
-        learning=LearningConfig(traces_per_chunk=2, traces_per_candidate=8),
+        learning=LearningConfig(level="on", traces_per_chunk=2, traces_per_candidate=8),
     ) as llm:
         llm.seen = seen
         yield llm

@@ -17,7 +17,7 @@ SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
 def opened(model_folder, state, **options):
     return LLM(
         str(model_folder), state=state, dtype="float32", num_threads=1, **{"learn": True, **options},
-        learning=LearningConfig(traces_per_chunk=2, learning_rate=3e-3),
+        learning=LearningConfig(level="on", traces_per_chunk=2, learning_rate=3e-3),
         routing=RoutingConfig(min_requests=12, num_topics=2, by=("system_prompt", "topic")),
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def small_folder(tmp_path_factory):
 def learning(target, draft, state):
     return LLM(
         str(target), draft=str(draft), state=state, learn=True, dtype="float32", num_threads=1,
-        learning=LearningConfig(learning_rate=1e-2, traces_per_candidate=8, warmup_steps=0),
+        learning=LearningConfig(level="on", learning_rate=1e-2, traces_per_candidate=8, warmup_steps=0),
         speculation=SpeculationConfig(num_speculative_tokens=2),
     )  # fmt: skip
 

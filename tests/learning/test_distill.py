@@ -168,6 +168,7 @@ def test_the_full_teacher_knows_every_token(examples):
         assert torch.equal(full.teacher_rows_NK.gather(1, batch.teacher_token_ids_NK), batch.teacher_rows_NK)
     top, all_ = trainer(loss="forward_kl"), trainer(loss="forward_kl")
     all_.teacher = teacher
+    top.uses_bf16 = all_.uses_bf16 = False  # where a CPU has bf16 the teacher runs in it too, and near ties part
     for one, other in zip(top.score(examples[:4]), all_.score(examples[:4]), strict=True):
         assert one.alpha_t0 == other.alpha_t0
         assert one.alpha == pytest.approx(other.alpha, abs=2e-3)

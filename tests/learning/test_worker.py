@@ -43,10 +43,13 @@ def state(tmp_path):
     return tmp_path / "state"
 
 
-def worker(state, **settings):
+def worker(state, has_had_its_share=lambda _seconds: False, **settings):
     defaults = {"traces_per_chunk": 4, "max_passes": 8, "learning_rate": 3e-3, "replay_spacing": 0.0, "warmup_steps": 0}
     config = LearningConfig(**{**defaults, **settings})
-    return Worker(state=state, target=state.parent / "model", route="default", config=config, max_positions=128)
+    return Worker(
+        state=state, target=state.parent / "model", route="default", config=config, max_positions=128,
+        has_had_its_share=has_had_its_share,
+    )  # fmt: skip
 
 
 def serve_into(state, count, first=0):
@@ -318,6 +321,31 @@ def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longe
     made._yield_flag[0] = 1
     made._between()
     assert now[0] == pytest.approx(longest, abs=0.02)
+
+
+def test_with_its_share_taken_it_scores_and_does_not_train_until_there_is_more(state):
+    spent = [True]
+    made = worker(state, has_had_its_share=lambda _seconds: spent[0])
+    serve_into(state, 6)
+    while made.turn():
+        pass
+    assert [row.alpha is not None for row in made.store.rows()] == [True] * 6
+    assert made.trainer.num_steps == 0
+    made.safe_turn()
+    assert read_status(state, "trainer")["status"].startswith("resting")
+    spent[0] = False
+    run_until_idle(made)
+    assert made.trainer.num_steps > 0
+
+
+def test_it_says_how_long_ago_requests_ran(state):
+    asked = []
+    made = worker(state, has_had_its_share=lambda seconds: asked.append(seconds) or False)
+    made.turn()
+    assert asked == [float("inf")]
+    made._yield_flag[0] = 1
+    made.turn()
+    assert asked[1] < 1.0
 
 
 def test_a_drift_restarts_the_schedule_and_raises_the_fresh_share(state):
