@@ -38,7 +38,7 @@ _PREFIX = "LIVEDRAFT_"
 OTHER_VARIABLES = {
     "LIVEDRAFT_CONFIG": "The settings file to read where `--config` names none.",
     "LIVEDRAFT_MODELS": "Folder of pulled models; the user's cache folder where it is not set.",
-    "LIVEDRAFT_KERNELS": "auto, avx2 or torch: which kernels the compiled step may use; torch switches it off.",
+    "LIVEDRAFT_KERNELS": "auto, avx512 (no AMX), avx2 or torch: what the compiled step may use; torch switches it off.",
 }
 """Read elsewhere; no settings."""
 _LISTS = ("api_keys", "attach", "arguments")

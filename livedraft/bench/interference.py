@@ -29,8 +29,6 @@ from livedraft.records import DEFAULT_ROUTE, UserError
 from livedraft.tokenizer import Message
 
 _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
-_SETTLE_SECONDS = 3.0
-"""After a change of the control, before gaps count."""
 _REPORT_SECONDS = 5.5
 """After this long the trainer has said what it did, also in the middle of its work."""
 _IDLE_SECONDS = 20.0
@@ -39,6 +37,8 @@ _IDLE_SECONDS = 20.0
 @dataclass(kw_only=True)
 class _Side:
     gaps: list[float] = field(default_factory=list)
+    medians_ms: list[float | None] = field(default_factory=list)
+    """Of the gaps of each window."""
     num_tokens: int = 0
     num_train_tokens: int = 0
     train_flops: float = 0.0
@@ -80,18 +80,22 @@ async def _measure(
         pair = number // 2
         side = ("off", "on")[(number + pair) % 2]  # off on, on off, ...: neither is always the later one
         chance = random.Random(pair)  # both sides of a pair meet the same arrivals
-        set_control(state, "paused", int(side == "off"))
-        await asyncio.sleep(_SETTLE_SECONDS)
-        bar(f"windows, learning {side:<4}", number, 2 * windows)
+        await asyncio.sleep(_REPORT_SECONDS)  # paused: what is idle before and after the requests is no part of this
         before = _work(state)
+        set_control(state, "paused", int(side == "off"))
+        bar(f"windows, learning {side:<4}", number, 2 * windows)
         answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
-        sides[side].gaps += [gap for answer in answers for gap in answer.gaps]
+        gaps = [gap for answer in answers for gap in answer.gaps]
+        sides[side].gaps += gaps
+        sides[side].medians_ms.append(round(1000 * float(np.median(gaps)), 1) if gaps else None)
         sides[side].num_tokens += sum(answer.num_tokens for answer in answers)
+        set_control(state, "paused", 1)
         await asyncio.sleep(_REPORT_SECONDS)
         after = _work(state)
         for figure in ("num_train_tokens", "train_flops", "serve_flops"):
             setattr(sides[side], figure, getattr(sides[side], figure) + after[figure] - before[figure])
     bar.stop()
+    set_control(state, "paused", 0)
     return _result(sides, capacity) | await _idle(state)
 
 
@@ -179,6 +183,7 @@ def _result(sides: dict[str, _Side], capacity: float) -> dict[str, Any]:
         figures[f"itl_p{percentile}_ratio"] = round(values["on"] / values["off"], 3)
         figures |= {f"itl_ms_p{percentile}_{name}": round(value, 1) for name, value in values.items()}
     return figures | {
+        **{f"itl_ms_p50_{name}_by_window": side.medians_ms for name, side in sides.items()},
         "train_tokens_per_served_token": round(on.num_train_tokens / on.num_tokens, 2),
         "train_flops_per_serve_flops": round(on.train_flops / on.serve_flops, 3) if on.serve_flops else None,
         "tokens_on": on.num_tokens,

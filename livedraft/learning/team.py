@@ -36,6 +36,8 @@ from livedraft.learning.worker import POLL_SECONDS, Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
 
 MAX_LOOKED_AT_A_TURN = 64
+RESTING_SECONDS = 0.5
+"""A turn looks into the database a few times: too much for ten times a second beside requests."""
 _MAX_CHANGES = 8
 
 
@@ -90,7 +92,8 @@ class Team:
             worker.report("waiting for traces")
         while True:
             if not self.turn():
-                time.sleep(POLL_SECONDS)
+                is_resting = any(worker.is_resting for worker in self.workers.values())
+                time.sleep(RESTING_SECONDS if is_resting else POLL_SECONDS)
 
     def turn(self) -> bool:
         """False when nobody had anything to do."""

@@ -133,7 +133,8 @@ class Worker:
         self._to_score: list[tuple[TraceRow, Example]] = []
         self._yield_flag = open_yield_flag(state)
         self._has_had_its_share = has_had_its_share
-        self._is_resting = False
+        self.is_resting = False
+        """Training has had its share: nothing is due before serving's figures move on."""
         self._status = ""
         self._reported_at = 0.0
         self._checkpoint_path = state / checkpoint_name(route)
@@ -156,7 +157,7 @@ class Worker:
             self.say_problem(str(error))
             is_active = False
             time.sleep(10 * POLL_SECONDS)
-        if not is_active and not self.controls["paused"] and not self._is_resting:
+        if not is_active and not self.controls["paused"] and not self.is_resting:
             self.report("waiting for traces")
         return is_active
 
@@ -361,10 +362,10 @@ class Worker:
         """While requests come training may take a share of what serving takes, and no more."""
         if self._yield_flag[0]:
             self._busy_at = time.monotonic()
-        self._is_resting = self._has_had_its_share(time.monotonic() - self._busy_at)
-        if self._is_resting:
+        self.is_resting = self._has_had_its_share(time.monotonic() - self._busy_at)
+        if self.is_resting:
             self.report("resting: it has had its share of the traffic")
-        return self._is_resting
+        return self.is_resting
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
         """One optimiser step on new examples and replayed ones."""

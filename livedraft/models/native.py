@@ -85,8 +85,8 @@ class _Model(ctypes.Structure):
 def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or the reason why there are none."""
     wanted = os.environ.get("LIVEDRAFT_KERNELS", "auto")
-    if wanted not in ("auto", "avx2", "torch"):
-        raise UserError(f"LIVEDRAFT_KERNELS is {wanted!r}; give auto, avx2 or torch.")
+    if wanted not in ("auto", "avx512", "avx2", "torch"):
+        raise UserError(f"LIVEDRAFT_KERNELS is {wanted!r}; give auto, avx512, avx2 or torch.")
     if wanted == "torch":
         return "switched off by LIVEDRAFT_KERNELS=torch"
     if platform.machine().lower() not in ("x86_64", "amd64") or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -95,8 +95,9 @@ def _library() -> ctypes.CDLL | str:
     if compiler is None:
         return "there is no C++ compiler (g++)"
     try:
-        path = _built(compiler, (*_FLAGS, *_instruction_flags(wanted)))
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(_built(compiler, (*_FLAGS, *_instruction_flags(wanted)))))
+        if not library.livedraft_may_run():  # the system keeps AMX to itself
+            library = ctypes.CDLL(str(_built(compiler, (*_FLAGS, *_instruction_flags("avx512")))))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         return f"the kernels could not be built: {output.strip().splitlines()[-1] if output.strip() else error}"
@@ -119,8 +120,14 @@ def _library() -> ctypes.CDLL | str:
 def _instruction_flags(wanted: str) -> tuple[str, ...]:
     if wanted == "avx2":
         return ("-mno-avx512f",)
+    without_tiles = ("-mno-amx-tile", "-mno-amx-bf16") if wanted == "avx512" and _has_tiles() else ()
     # Said apart: older compilers do not take it from -march=native.
-    return ("-mavx512bf16",) if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else ()
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return (*(("-mavx512bf16",) if has_bf16 else ()), *without_tiles)
+
+
+def _has_tiles() -> bool:
+    return " amx_bf16" in _cpu_name()
 
 
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:

@@ -30,16 +30,18 @@ BUILD = room._library.__wrapped__
 TORCH = dataclasses.replace(COMPILED, is_compiled=False)
 
 
-@pytest.fixture(autouse=True, params=["auto", "avx2"])
+@pytest.fixture(autouse=True, params=["auto", "avx512", "avx2"])
 def instructions(request, monkeypatch):
-    """What this CPU has, and what nearly every other has."""
+    """What this CPU has, what it has without tiles, and what nearly every other has."""
     if request.param == "auto":
         return
+    if request.param == "avx512" and room._instruction_flags("avx512") == room._instruction_flags("auto"):
+        pytest.skip("this CPU has no AMX: the same kernels")
     with monkeypatch.context() as patched:
-        patched.setenv("LIVEDRAFT_KERNELS", "avx2")
+        patched.setenv("LIVEDRAFT_KERNELS", request.param)
         library = BUILD()
     assert not isinstance(library, str), library
-    if library.livedraft_super_block() == room._super_block():
+    if request.param == "avx2" and library.livedraft_super_block() == room._super_block():
         pytest.skip("this CPU has AVX2 and no more: nothing else to test")
     monkeypatch.setattr(room, "_library", lambda: library)
 
@@ -248,7 +250,7 @@ def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path)
     build = BUILD
     monkeypatch.setenv("LIVEDRAFT_KERNELS", "sse")
-    with pytest.raises(UserError, match="LIVEDRAFT_KERNELS is 'sse'; give auto, avx2 or torch"):
+    with pytest.raises(UserError, match="LIVEDRAFT_KERNELS is 'sse'; give auto, avx512, avx2 or torch"):
         build()
     monkeypatch.delenv("LIVEDRAFT_KERNELS")
     monkeypatch.setenv("CXX", "/bin/false")
@@ -351,7 +353,9 @@ def test_a_files_own_blocks_are_run_without_rounding(family, kind):
     own = (prefill(decoder(model, INT4), tokens) - exact).abs().mean()
     in_bf16 = (prefill(decoder(plain, COMPILED), tokens) - exact).abs().mean()
     assert own < in_bf16  # which rounds the weights
-    assert own < 0.02 * exact.abs().mean()  # keys, values and the embedding are bf16
+    assert (
+        own < 0.03 * exact.abs().mean()
+    )  # keys, values, the embedding and, where the CPU multiplies it, activations are bf16
 
 
 def test_rows_of_blocks_do_not_depend_on_the_batch_either():

@@ -10,18 +10,23 @@
 // kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Or they stay as a GGUF file
 // stores them, in blocks of 32 inputs with a scale (and an offset) each, see `Block`. Activations are float32;
 // where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a product, elsewhere (AVX512,
-// AVX2) weights are widened in registers, which is a shift.
+// AVX2) weights are widened in registers, which is a shift. Where it multiplies tiles of them (AMX) sixteen rows cost what one does.
 //
 // Legend: W floats of a vector register, N rows of this pass, D width, F feed-forward width, H query heads, G key-value heads,
 // E head width, T cache positions.
 
 #include <immintrin.h>
 #include <omp.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 using bf16 = uint16_t;
@@ -211,11 +216,86 @@ template <int ROWS, int VECTORS, class Weight>
         for (int v = 0; v < VECTORS; ++v) sums[m][v] = own[m][v];
 }
 
+// AMX multiplies a tile of 16 rows x 32 inputs with one of 32 inputs x 16 outputs. A super-block's pairs of inputs lie as it wants
+// them, 2 * kSuper numbers apart. Its sums are not those of `multiply`, even and odd inputs of 32 come together last; so one row is a
+// tile too, whose other rows nobody reads, and a row's numbers are the same in every pass.
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__)
+#define LIVEDRAFT_TILES
+constexpr int kTileOfRows = 16;
+constexpr int kTilePrefetch = 2048;  // numbers ahead: the next 32 inputs of a super-block
+
+// Of this thread; while it lasts tiles may be used.
+struct Tiles {
+    struct alignas(64) Config {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t bytes_a_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    };
+    Tiles() {
+        const Config config;
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+template <int VECTORS>
+[[gnu::noinline]] void multiply_tiles(const bf16* block, const bf16* x, int stride, int num_inputs, bool is_first, float* sums) {
+    const long between = 2 * kSuper * sizeof(bf16), between_rows = (long)stride * sizeof(bf16);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = 0; i < num_inputs; i += 32, block += 32 * kSuper, x += 32) {
+        if (is_first)  // later rows find the weights in the second-level cache
+            for (int pair = 0; pair < 16; ++pair)
+                for (int v = 0; v < VECTORS; ++v)
+                    _mm_prefetch((const char*)(block + 2 * kSuper * pair + 2 * W * v + kTilePrefetch), _MM_HINT_T0);
+        _tile_loadd(4, x, between_rows);
+        _tile_loadd(5, block, between);
+        _tile_dpbf16ps(0, 4, 5);
+        if (VECTORS > 1) {
+            _tile_loadd(6, block + 2 * W, between);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if (VECTORS > 2) {
+            _tile_loadd(7, block + 4 * W, between);
+            _tile_dpbf16ps(2, 4, 7);
+        }
+        if (VECTORS > 3) {
+            _tile_loadd(5, block + 6 * W, between);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+    }
+    _tile_stored(0, sums, VECTORS * W * sizeof(float));
+    if (VECTORS > 1) _tile_stored(1, sums + W, VECTORS * W * sizeof(float));
+    if (VECTORS > 2) _tile_stored(2, sums + 2 * W, VECTORS * W * sizeof(float));
+    if (VECTORS > 3) _tile_stored(3, sums + 3 * W, VECTORS * W * sizeof(float));
+}
+#else
+constexpr int kTileOfRows = 1;
+struct Tiles {};
+#endif
+
+// Rows that a buffer of inputs must have: whole tiles are read.
+inline size_t padded_rows(int num_rows) { return (size_t)(num_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows; }
+
 // write(row, first output, vectors of sums) for all rows; VECTORS of them.
 template <int VECTORS, class Weight, class Write>
 void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
     const Weight* block = (const Weight*)matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
                           2 * (first_output % kSuper);
+#ifdef LIVEDRAFT_TILES
+    if constexpr (std::is_same_v<Weight, bf16>) {
+        if (matrix.num_inputs % 32 == 0) {
+            alignas(64) floats sums[kTileOfRows][VECTORS];
+            for (int row = 0; row < num_rows; row += kTileOfRows) {
+                multiply_tiles<VECTORS>(block, x + (size_t)row * stride, stride, matrix.num_inputs, row == 0, (float*)sums);
+                for (int m = 0; m < std::min(kTileOfRows, num_rows - row); ++m) write(row + m, first_output, sums[m]);
+            }
+            return;
+        }
+    }
+#endif
     for (int row = 0; row < num_rows;) {
         const int left = num_rows - row;
         const int rows = left > kMaxTile && left < 2 * kMaxTile ? (left + 1) / 2 : std::min(left, kMaxTile);
@@ -717,6 +797,16 @@ int64_t livedraft_block_bytes(int num_outputs, int num_inputs, int bits) {
 
 int livedraft_super_block() { return kSuper; }
 
+// Ask the system for the tiles' registers, once a process; 0 where it refuses and this library must not be used.
+int livedraft_may_run() {
+#ifdef LIVEDRAFT_TILES
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return 1;
+#endif
+}
+
 void* livedraft_workspace() { return new Workspace(); }
 void livedraft_free_workspace(void* workspace) { delete static_cast<Workspace*>(workspace); }
 
@@ -732,12 +822,12 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
         if (buffer.size() < size) buffer.resize(size);
     };
     grow(work.hidden, (size_t)N * D);
-    grow(work.normed, (size_t)N * D);
+    grow(work.normed, padded_rows(N) * D);
     grow(work.query_key_value, (size_t)N * QKV_stride);
     grow(work.queries, (size_t)N * X);
-    grow(work.attended, (size_t)N * X);
-    grow(work.activated, (size_t)N * F);
-    grow(work.last, (size_t)std::max(1, num_logits) * D);
+    grow(work.attended, padded_rows(N) * X);
+    grow(work.activated, padded_rows(N) * F);
+    grow(work.last, padded_rows(std::max(1, num_logits)) * D);
     const int num_items = make_tiles(N, positions, slots, G, work.tiles);
     int max_stretches = 1;
     for (const Tile& tile : work.tiles) max_stretches = std::max(max_stretches, tile.num_stretches);
@@ -752,6 +842,7 @@ void livedraft_step(const Model* model_, void* workspace_, int num_rows, const i
 #pragma omp parallel num_threads(num_threads)
     {
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        [[maybe_unused]] const Tiles tiles;
         const Share rows(N, thread, threads);
         for (int n = rows.begin; n < rows.end; ++n)
             for (int i = 0; i < D; i += W)
