@@ -1,8 +1,8 @@
 """`livedraft bench serve --compare-learning`: what the trainer costs those who wait for tokens.
 
-One server, one steady stream of requests at a share of its capacity (open loop, Poisson arrivals), windows with the trainer
-running and paused in turn. Every request decodes plainly: a draft that gets better in between would hide the cost, and a trace
-teaches the same either way.
+One server, one steady stream of requests at a share of its capacity (open loop, Poisson arrivals), windows with learning and
+without, neither traces nor training, in turn. Every request decodes plainly: a draft that gets better in between would hide
+the cost, and a trace teaches the same either way.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ async def _measure(
         before = _work(state)
         set_control(state, "paused", int(side == "off"))
         bar(f"windows, learning {side:<4}", number, 2 * windows)
-        answers = await _steady(address, bodies, load * capacity, window_seconds, chance)
+        # Off is nothing kept either, as under --no-learn; and what is not kept is no backlog for the windows with learning.
+        asked = ({**body, "store": side == "on"} for body in bodies)
+        answers = await _steady(address, asked, load * capacity, window_seconds, chance)
         gaps = [gap for answer in answers for gap in answer.gaps]
         sides[side].gaps += gaps
         sides[side].medians_ms.append(round(1000 * float(np.median(gaps)), 1) if gaps else None)
