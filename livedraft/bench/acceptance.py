@@ -212,6 +212,7 @@ def _scores(
     parts = TargetParts.load(target, weights)
     longest = max(example.num_tokens for example in examples) + 1
     trainer = Trainer(config=LearningConfig(learning_rate=1e-3), target=parts, draft=weights, max_positions=longest)
+    trainer.uses_bf16 = False  # the same figures on every machine, and from the same logits as the guesses
     scores = trainer.score(examples, weights)
     return [(score.alpha, score.alpha_t0) for score in scores], _guesses(weights, parts, examples, longest)
 
