@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from livedraft.config import SpeculationConfig
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.database import read_events
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import draft_from_model, save_draft
 from livedraft.integrations.vllm.drafts import exported, first_version, read_target
 from livedraft.integrations.vllm.launch import Environment, LaunchConfig, VllmProcess, free_port, write_inside_part
 from livedraft.models.load import load_model
-from livedraft.records import DraftVersion
+from livedraft.records import DEFAULT_ROUTE, DraftVersion
 from tests.e2e.server_process import ServerProcess
 from tests.vllm.conftest import CONFIG
 
@@ -65,10 +64,10 @@ def _until(condition, seconds: float) -> None:
 
 def _publish(registry: Registry, folder, status: str) -> DraftVersion:
     """A whole model as the next version."""
-    serving = registry.in_service(ROUTE)
+    serving = registry.in_service(DEFAULT_ROUTE)
     draft = draft_from_model(load_model(folder, torch.float32), CONFIG.vocabulary_size)
     version = DraftVersion(
-        id=new_version_id(len(registry.versions())), route=ROUTE, parent=serving.id, sha256="",
+        id=new_version_id(len(registry.versions())), route=DEFAULT_ROUTE, parent=serving.id, sha256="",
         target_fingerprint=serving.target_fingerprint, tokenizer_fingerprint=serving.tokenizer_fingerprint,
         num_layers=draft.num_layers, vocabulary_size=draft.vocabulary_size, created_at=time.time(), num_requests_seen=1,
     )  # fmt: skip
@@ -159,7 +158,7 @@ def test_a_swap_under_eight_streams_changes_no_text_and_makes_acceptance_jump(fl
 
 def test_a_bad_canary_stops_at_one_replica_and_is_rolled_back(fleet, models):
     server, registry = fleet
-    serving = registry.in_service(ROUTE).id
+    serving = registry.in_service(DEFAULT_ROUTE).id
     bad = _publish(registry, models["bad"], "candidate")
     registry.start_canary(bad.id, {"parent_alpha": 0.95, "alpha": 0.99})
     _until(lambda: sorted(_versions(server)) == sorted([serving, bad.id]), 30)
@@ -172,7 +171,7 @@ def test_a_bad_canary_stops_at_one_replica_and_is_rolled_back(fleet, models):
 
     _until(is_decided, 120)
     assert registry.version(bad.id)["status"] == "rolled_back"
-    assert registry.in_service(ROUTE).id == serving
+    assert registry.in_service(DEFAULT_ROUTE).id == serving
     _until(lambda: _versions(server) == [serving, serving], 30)
 
 
@@ -187,7 +186,7 @@ def test_a_good_canary_is_served_by_both(fleet, models):
         return _versions(server) == [good.id, good.id]
 
     _until(is_served, 120)
-    assert registry.in_service(ROUTE).id == good.id
+    assert registry.in_service(DEFAULT_ROUTE).id == good.id
 
 
 def test_a_killed_replica_costs_its_own_answers_alone_and_comes_back_with_the_version_in_service(fleet):
@@ -199,7 +198,7 @@ def test_a_killed_replica_costs_its_own_answers_alone_and_comes_back_with_the_ve
         again, _ = _streams(server)
         assert again == texts
     _until(lambda: _phases(server) == ["ready", "ready"], 120)
-    assert _versions(server) == [registry.in_service(ROUTE).id] * 2
+    assert _versions(server) == [registry.in_service(DEFAULT_ROUTE).id] * 2
     assert int((registry.state / "vllm" / "replica-0.pid").read_text()) != victim
 
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from livedraft.bench.demo_stream import plant_shop_prompts
-from livedraft.draft_source import ROUTE
 from livedraft.drafts.registry import Registry
 from livedraft.learning.store import TraceStore
+from livedraft.records import DEFAULT_ROUTE
 from tests.e2e.server_process import ServerProcess
 
 NUM_REQUESTS, NUM_TOKENS, CONCURRENCY, BURST = 150, 64, 8, 15
@@ -77,7 +77,7 @@ def test_a_draft_learns_what_vllm_serves_and_is_swapped_in(served):
     server, state = served
     prompts = plant_shop_prompts(NUM_REQUESTS, seed=0)
     store, registry = TraceStore(state), Registry(state)
-    first = registry.in_service(ROUTE)
+    first = registry.in_service(DEFAULT_ROUTE)
     alphas: list[float] = []
     for start in range(0, NUM_REQUESTS, BURST):
         asyncio.run(_ask(server.url, prompts[start : start + BURST]))
@@ -97,7 +97,7 @@ def test_a_draft_learns_what_vllm_serves_and_is_swapped_in(served):
     print(f"paused {[event['paused_seconds'] for event in swaps]} s, {num_bytes / num_tokens:.0f} bytes a token")
     assert _mean(alphas[-BURST:]) >= _mean(alphas[:BURST]) + 0.2
     assert len(store.rows()) == len(alphas) <= NUM_REQUESTS
-    assert swaps and registry.in_service(ROUTE).id != first.id
+    assert swaps and registry.in_service(DEFAULT_ROUTE).id != first.id
     assert any(row.is_held_out for row in store.rows())
 
 
