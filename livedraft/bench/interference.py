@@ -124,8 +124,7 @@ async def _idle(state: Path) -> dict[str, Any]:
 
 
 def _is_training(state: Path) -> bool:
-    status = str(read_status(state, "trainer")["status"])
-    return status not in ("waiting for traces", "paused") and not status.startswith("resting")
+    return read_status(state, "trainer")["status"] not in ("waiting for traces", "paused", "resting")
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -320,6 +320,8 @@ def _trainer(run: _Run, draft: str, train: Sequence[Example], validation: Sequen
         max_positions=max(one.num_tokens for one in (*train, *validation)) + run.config.max_tokens + 1,
         teacher=FullTeacher(run.llm.target) if run.config.teacher == "full" else None,
     )  # fmt: skip
+    if run.settings.dtype == "float32":
+        trainer.uses_bf16 = False
     if draft == UNTRAINED:  # its head follows what is to be learnt
         use = VocabularyUse(parts.vocabulary_size)
         for example in train:

@@ -57,6 +57,7 @@ class Team:
         self.routing = Routing(routing)
         self.is_routing = routing.enabled
         self._last_trace_id = self._num_steps_closed = 0
+        self._flops_closed = 0.0
         known = read_status(state, ROUTING_STATUS)
         if self.is_routing:
             self.routing.restore(known, self.registry.routes())
@@ -83,7 +84,7 @@ class Team:
         )  # fmt: skip
 
     def _has_had_its_share(self, seconds_since_busy: float) -> bool:
-        return self._allowance.is_spent(sum(w.trainer.flops for w in self.workers.values()), seconds_since_busy)
+        return self._allowance.is_spent(self.train_flops, seconds_since_busy)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +160,11 @@ class Team:
         """Of all workers so far, those of closed routes included."""
         return self._num_steps_closed + sum(worker.trainer.num_steps for worker in self.workers.values())
 
+    @property
+    def train_flops(self) -> float:
+        """As `num_steps`; it never falls, or the allowance would grow with each route that closes."""
+        return self._flops_closed + sum(worker.trainer.flops for worker in self.workers.values())
+
     def _apply(self, change: Change) -> None:
         if change.kind == "open":
             self._open(change)
@@ -187,7 +193,9 @@ class Team:
 
     def _close(self, change: Change) -> None:
         left = self.workers.pop(change.route, None)
-        self._num_steps_closed += left.trainer.num_steps if left else 0
+        if left is not None:
+            self._num_steps_closed += left.trainer.num_steps
+            self._flops_closed += left.trainer.flops
         self.registry.close_route(change.route, {"closed": change.reason})
         (self.state / checkpoint_name(change.route)).unlink(missing_ok=True)
 

@@ -124,7 +124,7 @@ class Trainer:
     def copy(self, config: LearningConfig) -> Trainer:
         """Another trainer that starts from the weights as they are, sharing what is frozen."""
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return Trainer(
+        made = Trainer(
             config=config,
             target=self.target,
             draft=replace(self._kind, tensors=weights, draft_to_target_W=self.draft_to_target_W),
@@ -132,6 +132,8 @@ class Trainer:
             teacher=self.teacher,
             ranks=self.ranks,
         )
+        made.uses_bf16 = self.uses_bf16
+        return made
 
     def restart_from(self, draft: DraftWeights) -> None:
         """Train on from these weights, the optimiser's memory empty."""

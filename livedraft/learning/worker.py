@@ -364,7 +364,7 @@ class Worker:
             self._busy_at = time.monotonic()
         self.is_resting = self._has_had_its_share(time.monotonic() - self._busy_at)
         if self.is_resting:
-            self.report("resting: it has had its share of the traffic")
+            self.report("resting")
         return self.is_resting
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:

@@ -120,14 +120,10 @@ def _library() -> ctypes.CDLL | str:
 def _instruction_flags(wanted: str) -> tuple[str, ...]:
     if wanted == "avx2":
         return ("-mno-avx512f",)
-    without_tiles = ("-mno-amx-tile", "-mno-amx-bf16") if wanted == "avx512" and _has_tiles() else ()
+    without_tiles = ("-DLIVEDRAFT_NO_TILES",) if wanted == "avx512" else ()
     # Said apart: older compilers do not take it from -march=native.
     has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return (*(("-mavx512bf16",) if has_bf16 else ()), *without_tiles)
-
-
-def _has_tiles() -> bool:
-    return " amx_bf16" in _cpu_name()
 
 
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:

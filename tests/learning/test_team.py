@@ -108,11 +108,12 @@ def test_a_closed_routes_traffic_is_the_default_ones_again(state):  # noqa: F811
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
     one.workers["a"].checkpoint()
-    before = one.workers[DEFAULT_ROUTE].memory.num_trained
+    before, flops = one.workers[DEFAULT_ROUTE].memory.num_trained, one.train_flops
     one.registry.close_route("a", {"closed": "by an operator"})
     serve_into(state, ["a"], 16, first=36)
     settle(one)
     assert list(one.workers) == [DEFAULT_ROUTE]
+    assert one.train_flops > flops  # what the closed one's trainer took still counts
     assert one.routing.route_of("a") == DEFAULT_ROUTE
     assert not list(state.glob("trainer.a.*"))
     assert one.workers[DEFAULT_ROUTE].memory.num_trained >= before + 8

@@ -332,7 +332,7 @@ def test_with_its_share_taken_it_scores_and_does_not_train_until_there_is_more(s
     assert [row.alpha is not None for row in made.store.rows()] == [True] * 6
     assert made.trainer.num_steps == 0
     made.safe_turn()
-    assert read_status(state, "trainer")["status"].startswith("resting")
+    assert read_status(state, "trainer")["status"] == "resting"
     spent[0] = False
     run_until_idle(made)
     assert made.trainer.num_steps > 0

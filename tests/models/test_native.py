@@ -35,7 +35,7 @@ def instructions(request, monkeypatch):
     """What this CPU has, what it has without tiles, and what nearly every other has."""
     if request.param == "auto":
         return
-    if request.param == "avx512" and room._instruction_flags("avx512") == room._instruction_flags("auto"):
+    if request.param == "avx512" and " amx_bf16" not in room._cpu_name():
         pytest.skip("this CPU has no AMX: the same kernels")
     with monkeypatch.context() as patched:
         patched.setenv("LIVEDRAFT_KERNELS", request.param)

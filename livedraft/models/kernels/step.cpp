@@ -219,7 +219,7 @@ template <int ROWS, int VECTORS, class Weight>
 // AMX multiplies a tile of 16 rows x 32 inputs with one of 32 inputs x 16 outputs. A super-block's pairs of inputs lie as it wants
 // them, 2 * kSuper numbers apart. Its sums are not those of `multiply`, even and odd inputs of 32 come together last; so one row is a
 // tile too, whose other rows nobody reads, and a row's numbers are the same in every pass.
-#if defined(__AVX512BF16__) && defined(__AMX_BF16__)
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(LIVEDRAFT_NO_TILES)
 #define LIVEDRAFT_TILES
 constexpr int kTileOfRows = 16;
 constexpr int kTilePrefetch = 2048;  // numbers ahead: the next 32 inputs of a super-block
