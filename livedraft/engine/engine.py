@@ -25,6 +25,7 @@ from livedraft.engine.tracing import TraceBuilder, TracedRound, record_rounds
 from livedraft.events import Events
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
+from livedraft.models.top_tokens import best_tokens
 from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict, is_held_out
 from livedraft.sampling import raw_logprobs
 from livedraft.speculation.draft_length import CostModel
@@ -302,10 +303,7 @@ class Engine:
     ) -> list[Verdict | None]:
         """None for a request whose prompt is still being written, or that failed. Greedy ones share one argmax over all
         rows; `verify` is its slow twin."""
-        best = torch.cat(target_logits).max(-1)  # a row with a NaN has it as its maximum
-        # Together: on a GPU this is where the host waits, once a round.
-        best_logits, best_ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
-        choices = [int(token) for token in best_ids]
+        best_logits, choices = best_tokens(target_logits)  # on a GPU this is where the host waits, once a round
         for one in proposals:
             if one is not None:
                 one.settle()

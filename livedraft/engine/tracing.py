@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from livedraft.device import on_device
+from livedraft.models.top_tokens import together, top_tokens
 from livedraft.records import DRAFT_TOP_K, TEACHER_TOP_K, Proposal, Trace
 
 if TYPE_CHECKING:
@@ -63,17 +64,9 @@ def record_rounds(rounds: Sequence[TracedRound]) -> None:
     memory, and each trace takes its own out later."""
     if not rounds:
         return
-    # The top tokens, which cost most, of what was committed alone: rejected positions teach nothing but their own token.
-    committed_CV = _together([one.target_logits_RV[: one.num_committed] for one in rounds])
-    top = committed_CV.topk(min(TEACHER_TOP_K, committed_CV.shape[-1]), dim=-1)
-    normalisers = [torch.logsumexp(one.target_logits_RV, dim=-1) for one in rounds]
-    normaliser_C = _together([each_R[: one.num_committed] for each_R, one in zip(normalisers, rounds, strict=True)])
-    log_probs_CK = top.values - normaliser_C[:, None]
-    teacher = OnTheWay(
-        teacher_ids=top.indices.int(),
-        teacher_log_probs=log_probs_CK.half(),
-        tail_mass=(1.0 - log_probs_CK.exp().sum(-1)).clamp(min=0.0),
-    )
+    top = top_tokens([one.target_logits_RV for one in rounds], [one.num_committed for one in rounds], TEACHER_TOP_K)
+    teacher = OnTheWay(teacher_ids=top.token_ids_CK, teacher_log_probs=top.log_probs_CK, tail_mass=top.tail_mass_C)
+    normalisers = top.normalisers_R.split([one.target_logits_RV.shape[0] for one in rounds])
     end = 0
     by_draft: dict[str, list[tuple[TracedRound, torch.Tensor]]] = {}
     for one, normaliser_R in zip(rounds, normalisers, strict=True):
@@ -83,11 +76,6 @@ def record_rounds(rounds: Sequence[TracedRound]) -> None:
             by_draft.setdefault(one.proposal.draft_version, []).append((one, normaliser_R[: one.num_drafted]))
     for same_draft in by_draft.values():
         _record_drafted(same_draft)
-
-
-def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """One request's rows, the usual case on a small machine, are not copied: they are megabytes."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _record_drafted(rounds: list[tuple[TracedRound, torch.Tensor]]) -> None:
@@ -100,8 +88,8 @@ def _record_drafted(rounds: list[tuple[TracedRound, torch.Tensor]]) -> None:
         token_ids += one.proposal.draft_token_ids[:count]
         logits.append(one.proposal.draft_logits_KW[:count])
         target_logits.append(one.target_logits_RV[:count])
-    log_probs_PW = torch.log_softmax(_together(logits), dim=-1)
-    target_logits_PV = _together(target_logits)
+    log_probs_PW = torch.log_softmax(together(logits), dim=-1)
+    target_logits_PV = together(target_logits)
     top = log_probs_PW.topk(min(DRAFT_TOP_K, log_probs_PW.shape[-1]), dim=-1)
     rows_P, tokens_P = on_device([*row_ids, *token_ids], target_logits_PV.device).chunk(2)
     proposal = rounds[0][0].proposal
@@ -110,7 +98,7 @@ def _record_drafted(rounds: list[tuple[TracedRound, torch.Tensor]]) -> None:
     drafted = OnTheWay(
         log_prob=log_probs_PW.gather(-1, rows_P[:, None])[:, 0],
         target_log_prob=target_logits_PV.gather(-1, tokens_P[:, None])[:, 0]
-        - _together([normaliser_P for _, normaliser_P in rounds]),
+        - together([normaliser_P for _, normaliser_P in rounds]),
         top_token_ids=draft_to_target_W[top.indices],
         top_log_probs=top.values,
     )

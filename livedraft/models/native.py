@@ -1,4 +1,5 @@
-"""The decoder's pass as one compiled function: kernels/step.cpp, built once on this machine, behind the same model step.
+"""The decoder's pass as one compiled function: kernels/step.cpp, behind the same model step. (kernels/top.cpp, built with it,
+is used by `top_tokens.py`.) Built once on this machine.
 
 It needs an x86 CPU with AVX2 (AVX512, and its bf16 products, are used where they are), a C++ compiler, and shapes the kernels
 know; where one is missing the torch decoder serves, and `unavailable_reason` says why.
@@ -38,7 +39,8 @@ from livedraft.models.static_decoder import StaticDecoder
 from livedraft.models.step import StepOutput
 from livedraft.records import UserError
 
-_SOURCE = Path(__file__).parent / "kernels" / "step.cpp"
+_SOURCES = sorted((Path(__file__).parent / "kernels").glob("*.cpp"))
+_HEADERS = sorted((Path(__file__).parent / "kernels").glob("*.hpp"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
 _HEAD_WIDTHS = (32, 64, 96, 128)
 _LARGEST_INT8 = 127.0
@@ -110,6 +112,10 @@ def _library() -> ctypes.CDLL | str:
         c_void_p, c_void_p, c_void_p, POINTER(c_int), c_int, c_int, c_int, c_void_p, c_int,
     )  # fmt: skip
     library.livedraft_block_bytes.restype = c_int64
+    library.livedraft_best.argtypes = (c_int, POINTER(c_void_p), c_int, c_void_p, c_void_p, c_int)
+    library.livedraft_top.argtypes = (
+        c_int, POINTER(c_void_p), POINTER(c_int), c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int,
+    )  # fmt: skip
     library.livedraft_step.argtypes = (
         POINTER(_Model), c_void_p, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_int, POINTER(c_int), c_void_p,
         c_int,
@@ -129,7 +135,8 @@ def _instruction_flags(wanted: str) -> tuple[str, ...]:
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """In the user's cache, by what it was made of. Built under another name and renamed: two processes may start at once."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (_SOURCE.read_text(encoding="utf-8"), flags, version, torch.__version__, _openmp_libraries(), _cpu_name())
+    texts = [path.read_text(encoding="utf-8") for path in (*_SOURCES, *_HEADERS)]
+    parts = (texts, flags, version, torch.__version__, _openmp_libraries(), _cpu_name())
     made_of = repr(parts)
     folder = platformdirs.user_cache_path("livedraft") / "kernels"
     path = folder / f"step-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
@@ -137,11 +144,13 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        object_path, library_path = Path(made) / "step.o", Path(made) / path.name
+        library_path = Path(made) / path.name
+        objects = [Path(made) / f"{source.stem}.o" for source in _SOURCES]
         run = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=300)
-        run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_path)])
+        for source, object_path in zip(_SOURCES, objects, strict=True):
+            run([compiler, *flags, "-c", str(source), "-o", str(object_path)])
         # torch's own OpenMP library, not the system's: a second pool of threads would fight the first for the cores.
-        run([compiler, "-shared", "-o", str(library_path), str(object_path), *map(str, _openmp_libraries())])
+        run([compiler, "-shared", "-o", str(library_path), *map(str, objects), *map(str, _openmp_libraries())])
         os.replace(library_path, path)
     return path
 
@@ -160,6 +169,12 @@ def _cpu_name() -> str:
     except OSError:
         return ""
     return "".join(line for line in lines[:30] if line.startswith(("model name", "flags")))
+
+
+def kernels() -> ctypes.CDLL | None:
+    """Built at the first call, where they can be."""
+    library = _library()
+    return library if isinstance(library, ctypes.CDLL) else None
 
 
 def unavailable_reason(config: ModelConfig | None = None) -> str | None:

@@ -1,0 +1,99 @@
+// One vector register of floats, for all kernels. The compiler's own vector types (GCC, Clang) spell most of it; what they cannot say
+// is in the intrinsics of the two widths.
+//
+// Legend: W floats of a register.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+using bf16 = uint16_t;
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float floats __attribute__((vector_size(4 * W)));
+typedef int32_t ints __attribute__((vector_size(4 * W)));
+typedef int16_t shorts __attribute__((vector_size(2 * W)));
+typedef uint16_t halves __attribute__((vector_size(2 * W)));
+
+template <class Vector>
+inline Vector load_as(const void* from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline floats load(const float* from) { return load_as<floats>(from); }
+inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof x); }
+inline floats all(float x) { return x - floats{}; }
+
+inline floats widen(const bf16* x) {
+    return (floats)(__builtin_convertvector(load_as<halves>(x), ints) << 16);
+}
+
+// 2 W neighbouring bf16 as the even ones and the odd ones.
+struct Pairs {
+    floats even, odd;
+};
+
+inline Pairs widen_pairs(const bf16* x) {
+    const ints both = load_as<ints>(x);
+    return {(floats)(both << 16), (floats)(both & (ints{} + (int)0xffff0000))};
+}
+
+inline Pairs widen_pairs(const int8_t* x) {
+    const ints both = __builtin_convertvector(load_as<shorts>(x), ints);
+    return {__builtin_convertvector((both << 24) >> 24, floats), __builtin_convertvector(both >> 8, floats)};
+}
+
+#ifdef __AVX512F__
+inline float sum_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+inline float sum_of(floats x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#endif
+
+// Rounded to the nearest bf16, ties to even; a NaN stays one.
+inline void narrow(floats x, bf16* out) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    const ints bits = (ints)x;
+    const ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const halves result = __builtin_convertvector(x == x ? rounded : ints{} + 0x7fc0, halves);
+    std::memcpy(out, &result, sizeof result);
+#endif
+}
+
+inline void narrow(floats x, float* out) { store(out, x); }
+
+// exp for x <= about 88, to a few units in the last place (Cephes' polynomial).
+inline floats exp_of(floats x) {
+    x = x < -87.3f ? all(-87.3f) : x;  // a NaN stays one: the engine must see it
+    const floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const floats n = (x * 1.44269504f + shift) - shift;
+    floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + (r + 1.0f);
+    return p * (floats)((__builtin_convertvector(n, ints) + 127) << 23);
+}
+
+}  // namespace
