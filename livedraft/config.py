@@ -111,8 +111,8 @@ class SpeculationConfig:
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig:
     level: Literal["gentle", "on", "eager"] = "gentle"
-    """How often the trainer takes its turn while requests run: seldom, sometimes, always. `gentle` also keeps training below
-    30 % of serving's operations while requests come. Idle compute is used at every level."""
+    """How much training takes while requests run: what serving leaves, some, all it can. `gentle` also keeps training below
+    30 % of serving's operations and scores a sample of the requests only. Idle compute is used at every level."""
     loss: Loss = "hybrid"
     """What is minimised; `livedraft/learning/losses.py` defines each."""
     learning_rate: float | None = None

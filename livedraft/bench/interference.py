@@ -32,6 +32,7 @@ _CAPACITY_CLIENTS, _CAPACITY_REQUESTS = 4, 24
 _REPORT_SECONDS = 5.5
 """After this long the trainer has said what it did, also in the middle of its work."""
 _IDLE_SECONDS = 20.0
+_LONGEST_START_SECONDS = 120.0
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,8 @@ class _Side:
     num_train_tokens: int = 0
     train_flops: float = 0.0
     serve_flops: float = 0.0
+    trainer_cpu_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 def run(
@@ -72,6 +75,7 @@ async def _measure(
         }
         for messages in itertools.cycle(prompts)
     )  # fmt: skip
+    pid = await _trainer_pid(state)
     set_control(state, "paused", 1)
     capacity = await _capacity(address, bodies)
     sides = {"off": _Side(), "on": _Side()}
@@ -86,7 +90,10 @@ async def _measure(
         bar(f"windows, learning {side:<4}", number, 2 * windows)
         # Off is nothing kept either, as under --no-learn; and what is not kept is no backlog for the windows with learning.
         asked = ({**body, "store": side == "on"} for body in bodies)
+        started, cpu = time.monotonic(), _cpu_seconds(pid)
         answers = await _steady(address, asked, load * capacity, window_seconds, chance)
+        sides[side].seconds += time.monotonic() - started
+        sides[side].trainer_cpu_seconds += _cpu_seconds(pid) - cpu
         gaps = [gap for answer in answers for gap in answer.gaps]
         sides[side].gaps += gaps
         sides[side].medians_ms.append(round(1000 * float(np.median(gaps)), 1) if gaps else None)
@@ -98,7 +105,20 @@ async def _measure(
             setattr(sides[side], figure, getattr(sides[side], figure) + after[figure] - before[figure])
     bar.stop()
     set_control(state, "paused", 0)
-    return _result(sides, capacity) | await _idle(state)
+    return _result(sides, capacity) | await _idle(state, pid)
+
+
+async def _trainer_pid(state: Path) -> int:
+    """It loads the target first."""
+    deadline = time.monotonic() + _LONGEST_START_SECONDS
+    while time.monotonic() < deadline:
+        pid = read_status(state, "trainer").get("pid")
+        if pid is not None:
+            return int(pid)
+        await asyncio.sleep(0.2)
+    raise UserError(
+        f"The trainer did not come up within {_LONGEST_START_SECONDS:.0f} s; see trainer.log in the state folder."
+    )
 
 
 def _work(state: Path) -> dict[str, float]:
@@ -107,9 +127,8 @@ def _work(state: Path) -> dict[str, float]:
     return {name: (trainer | serving).get(name, 0) for name in ("num_train_tokens", "train_flops", "serve_flops")}
 
 
-async def _idle(state: Path) -> dict[str, Any]:
+async def _idle(state: Path, pid: int) -> dict[str, Any]:
     """Nobody asks any more: how much of a core does the trainer take while it has something to learn?"""
-    pid = read_status(state, "trainer")["pid"]
     busy_seconds = measured_seconds = 0.0
     deadline = time.monotonic() + _IDLE_SECONDS
     while time.monotonic() < deadline:
@@ -187,6 +206,7 @@ def _result(sides: dict[str, _Side], capacity: float) -> dict[str, Any]:
         **{f"itl_ms_p50_{name}_by_window": side.medians_ms for name, side in sides.items()},
         "train_tokens_per_served_token": round(on.num_train_tokens / on.num_tokens, 2),
         "train_flops_per_serve_flops": round(on.train_flops / on.serve_flops, 3) if on.serve_flops else None,
+        "trainer_core_share_on": round(on.trainer_cpu_seconds / on.seconds, 3),
         "tokens_on": on.num_tokens,
         "tokens_off": off.num_tokens,
     }

@@ -163,7 +163,7 @@ def read_status(state: Path, name: str) -> dict[str, Any]:
 
 
 def read_controls(state: Path) -> dict[str, int]:
-    """What an operator has asked for: `paused` (0 or 1), `now` and `forget` (counters)."""
+    """What an operator has asked for: `paused` (0 or 1), `now` and `forget` (counters); and what trainers have done of it."""
     with open_database(state) as database:
         return {
             "paused": 0,

@@ -36,6 +36,10 @@ class DriftWatch:
     def clear(self) -> None:
         self._seen.clear()
 
+    def restore(self, alpha_by_trace: Mapping[int, float]) -> None:
+        """After a restart: what the version in service had come to since the last change. Decides nothing."""
+        self._seen.extend(alpha_by_trace.items())
+
     def see(self, alpha_by_trace: Mapping[int, float]) -> Drift | None:
         """More requests; a Drift when they show that the traffic has changed. Then nothing is remembered of the old."""
         self._seen.extend(alpha_by_trace.items())

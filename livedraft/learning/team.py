@@ -93,8 +93,10 @@ class Team:
             worker.report("waiting for traces")
         while True:
             if not self.turn():
-                is_resting = any(worker.is_resting for worker in self.workers.values())
-                time.sleep(RESTING_SECONDS if is_resting else POLL_SECONDS)
+                time.sleep(RESTING_SECONDS if self._is_beside_requests() else POLL_SECONDS)
+
+    def _is_beside_requests(self) -> bool:
+        return self.config.level == "gentle" and any(worker.is_lively for worker in self.workers.values())
 
     def turn(self) -> bool:
         """False when nobody had anything to do."""

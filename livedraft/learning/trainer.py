@@ -83,6 +83,8 @@ class Scorer:
 @dataclass(kw_only=True)
 class _Sums:
     loss: float = 0.0
+    """Of the positions that are used; `loss_of_all`: of the others too."""
+    loss_of_all: float = 0.0
     overlap: float = 0.0
     num_taught: int = 0
     num_used: int = 0
@@ -115,8 +117,6 @@ class Trainer:
         self.max_positions = max_positions
         self.uses_bf16 = cpu_has_bf16_instructions()
         self.base_rate = config.learning_rate or LEARNING_RATES[0]
-        self.micro_batch_tokens = config.micro_batch_tokens
-        """Tokens in one forward and backward; scoring, which is a third of the work, takes four times as many."""
         self.flops = 0.0
         """Floating-point operations of training and scoring so far: 2 a weight and token forward, 4 backward."""
         self.restart_from(draft)
@@ -199,7 +199,7 @@ class Trainer:
         choice = None if selection is None else (selection, self._scorer(selection.reference))
         sums, flops_before = _Sums(), self.flops
         with self._autocast():  # one context for the whole step: the cast of each weight is made once
-            for micro_batch in micro_batches(self.ranks.share(examples), self.micro_batch_tokens):
+            for micro_batch in micro_batches(self.ranks.share(examples), self.config.micro_batch_tokens):
                 batch = self._collated(micro_batch, self.target_to_draft_V)
                 self._accumulate_gradients(batch, weights, num_positions, choice, sums)
                 self.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
@@ -212,7 +212,8 @@ class Trainer:
                     parameter.grad.mul_(num_positions / sums.num_used)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRADIENT_NORM)
         loss = sums.loss / max(1, sums.num_used)
-        self._refuse_bad_step(norm, loss)
+        # Of all positions: those that a reference selects are the worst ones, and of an untrained draft they may be as bad.
+        self._refuse_bad_step(norm, sums.loss_of_all / num_positions)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         self.optimizer.step()
@@ -238,10 +239,12 @@ class Trainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.ranks.add_up([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
-        loss, overlap, num_taught, num_used = self.ranks.total(
-            [sums.loss, sums.overlap, sums.num_taught, sums.num_used]
+        loss, loss_of_all, overlap, num_taught, num_used = self.ranks.total(
+            [sums.loss, sums.loss_of_all, sums.overlap, sums.num_taught, sums.num_used]
         )
-        return _Sums(loss=loss, overlap=overlap, num_taught=int(num_taught), num_used=int(num_used))
+        return _Sums(
+            loss=loss, loss_of_all=loss_of_all, overlap=overlap, num_taught=int(num_taught), num_used=int(num_used)
+        )
 
     def _refuse_bad_step(self, norm: torch.Tensor, loss: float) -> None:
         """One NaN would make every weight NaN for good; a loss far above that of a uniform guess comes from a model that has
@@ -295,9 +298,11 @@ class Trainer:
             teaches_N = comparison.teaches_N
             used_N = teaches_N if selected_N is None else teaches_N & selected_N[rows]
             # where, not a product: a position that teaches nothing may have an infinite loss.
-            loss = torch.where(used_N, loss_function(comparison), 0.0).sum()
+            loss_N = loss_function(comparison)
+            loss = torch.where(used_N, loss_N, 0.0).sum()
             (loss / num_positions).backward()
             sums.loss += loss.item()
+            sums.loss_of_all += torch.where(teaches_N, loss_N.detach(), 0.0).sum().item()
             sums.overlap += comparison.overlap_N.detach().sum().item()
             sums.num_taught += int(teaches_N.sum())
             sums.num_used += int(used_N.sum()) if selected_N is not None else len(used_N)
@@ -340,7 +345,7 @@ class Trainer:
         scores: dict[int, Score] = {}
         order = {id(example): index for index, example in enumerate(examples)}
         with torch.no_grad(), self._autocast():
-            for micro_batch in micro_batches(examples, 4 * self.micro_batch_tokens):
+            for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):  # a third of the work each
                 batch = self._collated(micro_batch, lookup_V, every_position=True)
                 self.flops += 2.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
                 hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]

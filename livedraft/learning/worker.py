@@ -27,7 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.database import read_controls, record_events, write_status
+from livedraft.drafts.database import read_controls, record_events, set_control, write_status
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
@@ -36,7 +36,7 @@ from livedraft.learning.checkpoint import read_checkpoint, write_checkpoint
 from livedraft.learning.drift import DriftWatch
 from livedraft.learning.earlier import EarlierDrafts
 from livedraft.learning.forward import TargetParts
-from livedraft.learning.memory import Memory
+from livedraft.learning.memory import MAX_EVIDENCE, Memory
 from livedraft.learning.process import checkpoint_name, open_yield_flag, trainer_status_name
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.selection import Reference
@@ -45,10 +45,16 @@ from livedraft.learning.trainer import BadStepError, Score, Trainer, require_mem
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
-BUSY_PAUSE_SECONDS = {"gentle": 10.0, "on": 0.5, "eager": 0.0}
-"""Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little."""
-LIVELY_SECONDS, LIVELY_MICRO_BATCH = 5.0, 192
-"""While requests come, a micro-batch is about one example: whoever arrives waits for no more than that."""
+BUSY_PAUSE_SECONDS = {"gentle": 0.2 if hasattr(os, "SCHED_IDLE") else 10.0, "on": 0.5, "eager": 0.0}
+"""Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little.
+Where the system has an idle priority the trainer runs when nobody else wants the core, and a long pause only wastes that."""
+SCORED_WHILE_BUSY = {"gentle": 8, "on": 1, "eager": 1}
+"""While requests come, one new trace in so many is scored, by level: what serving can spare goes into learning. The others
+teach all the same; the gate scores its evidence itself."""
+EVIDENCE_WHILE_BUSY = {"gentle": 64, "on": MAX_EVIDENCE, "eager": MAX_EVIDENCE}
+"""Requests that the gate asks about: scoring hundreds under two versions costs as much as hundreds of requests trained on."""
+LIVELY_SECONDS = 5.0
+"""For so long after one was seen running, requests come."""
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = 5.0
 """The status is written when it changes, and its figures at least this often."""
@@ -101,7 +107,11 @@ class Worker:
         self.rate_trial = RateTrial(self.trainer, config) if config.learning_rate is None else None
         self.reference = Reference(config)
         self.controls = read_controls(state)
-        self.is_asked = False
+        self._done_name = f"now_done:{route}"
+        """Of the control that says up to which `learn now` a candidate was frozen: a kill in between must not lose one."""
+        if self._done_name not in self.controls:  # what was said before there was this draft was not said to it
+            set_control(state, self._done_name, self.controls["now"])
+        self.is_asked = self.controls["now"] > self.controls.get(self._done_name, self.controls["now"])
         """`learn now` was said and no candidate has been frozen since: turns that score or test must not lose it."""
         self.num_bad_steps = 0
         self.last_problem = ""
@@ -143,9 +153,11 @@ class Worker:
         self._resume()
         # The version in service may have learnt more than the checkpoint knows of; that is no evidence. (Ids begin again where
         # a damaged database was set aside.)
-        ids = [row.id for row in self.store.rows(limit=-1)]
-        learnt = min(self.in_service.last_trace_id, max(ids, default=0))
+        rows = self.store.rows(limit=-1)
+        learnt = min(self.in_service.last_trace_id, max((row.id for row in rows), default=0))
         self.memory.newest_trained_id = max(self.memory.newest_trained_id, learnt)
+        served = [row for row in rows if row.draft_version == self.in_service.id and row.id >= self.memory.drift_id]
+        self.drift.restore({row.id: row.alpha for row in served if row.alpha is not None})
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -268,10 +280,10 @@ class Worker:
             if trace is None or not self.can_use(trace):
                 continue
             example = example_from_trace(trace, row.id, self.config.positions)
-            if row.alpha is None:
-                self._to_score.append((row, example))
-            elif self.memory.has_trained_id(row.id) and not row.is_held_out:
+            if self.memory.has_trained_id(row.id) and not row.is_held_out:
                 self.memory.add_trained(example)
+            elif row.alpha is None:
+                self._to_score.append((row, example))
             else:  # scored before a restart: its score stands
                 self.memory.add(example, is_held_out=row.is_held_out)
         if self.store.num_set_aside > num_set_aside:
@@ -297,9 +309,11 @@ class Worker:
             return False
         self.report("scoring")
         batch = self._to_score[:MAX_SCORED_A_TURN]
+        every = SCORED_WHILE_BUSY[self.config.level] if self.is_lively else 1
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
-            by_version.setdefault(row.draft_version, []).append(example)
+            if row.id % every == 0:
+                by_version.setdefault(row.draft_version, []).append(example)
         found: dict[int, tuple[float, float, bool]] = {}
         for version, examples in by_version.items():
             if self._draft(version) is None:
@@ -360,9 +374,7 @@ class Worker:
 
     def _rests(self) -> bool:
         """While requests come training may take a share of what serving takes, and no more."""
-        if self._yield_flag[0]:
-            self._busy_at = time.monotonic()
-        self.is_resting = self._has_had_its_share(time.monotonic() - self._busy_at)
+        self.is_resting = self._has_had_its_share(self._seconds_since_busy())
         if self.is_resting:
             self.report("resting")
         return self.is_resting
@@ -403,9 +415,6 @@ class Worker:
     def _step(self, batch: list[Example]) -> None:
         self.memory.count_use(batch)
         self.num_train_tokens += sum(example.num_tokens for example in batch)
-        is_lively = time.monotonic() - self._busy_at < LIVELY_SECONDS
-        most = self.config.micro_batch_tokens
-        self.trainer.micro_batch_tokens = min(LIVELY_MICRO_BATCH, most) if is_lively else most
         reference = self.reference.at(self.memory.num_trained, _mean(self.drift.recent), self.trainer)
         try:
             with self._timed():
@@ -438,9 +447,11 @@ class Worker:
         version = self._publish(self.trainer.snapshot())
         self._end_rate_trial()  # an operator did not want to wait for it
         self.candidate = version
-        self.is_asked = False
         self.num_since_candidate = 0
         self._change_vocabulary()
+        if self.is_asked:
+            self.is_asked = False
+            set_control(self.state, self._done_name, self.controls["now"])
 
     def _publish(self, weights: DraftWeights) -> DraftVersion:
         """A version on disk that nothing is decided about."""
@@ -471,6 +482,8 @@ class Worker:
         if self.candidate is None:
             return False
         evidence = self.memory.evidence(self.candidate.last_trace_id)
+        if self.is_lively:
+            evidence = evidence[-EVIDENCE_WHILE_BUSY[self.config.level] :]
         if not self._is_enough(evidence):
             return False  # waits; nothing was tested
         self.report("testing a candidate")
@@ -545,6 +558,17 @@ class Worker:
             oldest = next(name for name in self.drafts if name != self.in_service.id)
             del self.drafts[oldest]
             self.scores.pop(oldest, None)
+
+    def _seconds_since_busy(self) -> float:
+        """Since requests were last seen running."""
+        if self._yield_flag[0]:
+            self._busy_at = time.monotonic()
+        return time.monotonic() - self._busy_at
+
+    @property
+    def is_lively(self) -> bool:
+        """Requests come."""
+        return self._seconds_since_busy() < LIVELY_SECONDS
 
     def _between(self) -> None:
         """Called between micro-batches: step aside while requests run or wait."""

@@ -2,6 +2,7 @@
 half no small draft can learn."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from livedraft.config import LearningConfig
 from livedraft.learning.batches import Example, collate
 from livedraft.learning.losses import compare, forward_kl
 from livedraft.learning.selection import CONTROL_SHARE, MIN_ALPHA, REFERENCE_AGE, Reference, Selection, keep_largest
+from livedraft.learning.trainer import BadStepError
 from livedraft.records import SamplingParams
 from tests.learning.toy import one_layer_draft, trainer
 
@@ -70,6 +72,24 @@ def test_a_step_takes_the_mean_over_the_positions_its_reference_selects():
     assert report.loss == pytest.approx(loss.item(), rel=0.02)
     for name, parameter in twin.parameters.items():
         torch.testing.assert_close(made.parameters[name], parameter, atol=2e-3, rtol=0)
+
+
+def test_positions_bad_enough_to_be_selected_are_no_explosion(monkeypatch):
+    """An untrained draft is far worse on them than a uniform guess; all positions together say whether a model has blown up."""
+    from livedraft.learning import trainer as room
+
+    reference = one_layer_draft()
+    for tensor in reference.tensors.values():
+        tensor += 0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+    selection = Selection(reference=reference, fraction=0.2)
+    of_all, of_some = (trainer(loss="forward_kl").step([example(3)], selection=some).loss for some in (None, selection))
+    assert of_some > 1.1 * of_all
+    uniform = math.log(len(trainer(loss="forward_kl").draft_to_target_W) + 1)
+    monkeypatch.setattr(room, "EXPLODED_LOSS", (of_all + of_some) / 2 / uniform)
+    trainer(loss="forward_kl").step([example(3)], selection=selection)
+    monkeypatch.setattr(room, "EXPLODED_LOSS", 0.5 * of_all / uniform)
+    with pytest.raises(BadStepError, match="uniform guess"):
+        trainer(loss="forward_kl").step([example(3)], selection=selection)
 
 
 def test_the_control_group_keeps_all_its_positions():

@@ -253,6 +253,34 @@ def test_paused_is_paused_and_now_is_now(state):
     assert made.num_candidates == 1
 
 
+def test_a_kill_does_not_lose_that_a_candidate_was_asked_for(state):
+    made = worker(state, traces_per_candidate=1000)
+    serve_into(state, 40)
+    run_until_idle(made)
+    made.checkpoint()
+    set_control(state, "now")
+    again = worker(state, traces_per_candidate=1000)  # the other one was killed before it saw it
+    serve_into(state, 10, first=40)
+    run_until_idle(again)
+    assert again.num_candidates == 1
+    again.checkpoint()
+    third = worker(state, traces_per_candidate=1000)
+    serve_into(state, 10, first=50)
+    run_until_idle(third)
+    assert third.num_candidates == 1  # asked once, offered once
+
+
+def test_a_restart_remembers_how_the_served_version_was_doing(state):
+    """Or a change of traffic beside a restart would go unseen."""
+    made = worker(state, traces_per_candidate=1000)
+    serve_into(state, 30)
+    run_until_idle(made)
+    made.checkpoint()
+    assert len(made.drift.recent) == 16
+    again = worker(state, traces_per_candidate=1000)
+    assert again.drift.recent == pytest.approx(made.drift.recent)
+
+
 def test_another_version_put_into_service_is_where_training_goes_on(state):
     made = worker(state)
     registry = Registry(state)
@@ -310,7 +338,7 @@ def test_no_prompt_trains_more_than_max_passes_and_no_client_fills_a_batch(state
         assert len(set(prompts)) == len(prompts)
 
 
-@pytest.mark.parametrize(("level", "longest"), [("gentle", 10.0), ("on", 0.5), ("eager", 0.0)])
+@pytest.mark.parametrize(("level", "longest"), [("gentle", 0.2), ("on", 0.5), ("eager", 0.0)])
 def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longest):
     from livedraft.learning import worker as room
 
@@ -759,6 +787,48 @@ def test_a_backlog_is_read_and_scored_in_parts(state, monkeypatch):
     assert sum(row.alpha is not None for row in TraceStore(state).rows()) == 4
     run_until_idle(made)
     assert all(row.alpha is not None for row in TraceStore(state).rows())
+
+
+def test_while_requests_come_gentle_scores_a_sample_and_learns_from_all(state, monkeypatch):
+    from livedraft.learning import worker as room
+
+    monkeypatch.setitem(room.BUSY_PAUSE_SECONDS, "gentle", 0.0)
+    serve_into(state, 32)
+    made = worker(state, level="gentle")
+    made._yield_flag[0] = 1
+    for _ in range(40):
+        made.turn()
+    rows = TraceStore(state).rows()
+    every = room.SCORED_WHILE_BUSY["gentle"]
+    assert {row.id for row in rows if row.alpha is not None} == {row.id for row in rows if row.id % every == 0}
+    num_train = sum(not row.is_held_out for row in rows)
+    assert made.memory.num_trained == num_train // 4 * 4
+    made.checkpoint()
+    # Those that trained unscored are not scored after a restart: that would be no test any more.
+    again = worker(state, level="gentle")
+    again._yield_flag[0] = 0
+    run_until_idle(again)
+    trained = made.memory.trained_ids
+    assert {row.id for row in TraceStore(state).rows() if row.alpha is None} == {n for n in trained if n % every}
+
+
+def test_while_requests_come_the_gate_asks_about_a_few(state, monkeypatch):
+    from livedraft.learning import worker as room
+
+    monkeypatch.setitem(room.BUSY_PAUSE_SECONDS, "gentle", 0.0)
+    monkeypatch.setitem(room.EVIDENCE_WHILE_BUSY, "gentle", 10)
+    monkeypatch.setattr(gate, "MIN_POSITIONS", 100)
+    made = worker(state, level="gentle")
+    serve_into(state, 30)
+    run_until_idle(made)
+    assert made.candidate is not None
+    serve_into(state, 40, first=30)
+    asked, scores = [], made._scores
+    made._scores = lambda version, examples: asked.append(len(examples)) or scores(version, examples)
+    made._yield_flag[0] = 1
+    while made.candidate is not None:
+        assert made.turn()
+    assert max(asked) == 10
 
 
 def test_a_restart_scores_nothing_twice(state):
