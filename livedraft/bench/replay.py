@@ -5,6 +5,7 @@ The target's output does not depend on the draft. So once served requests are re
     osd             Online Speculative Decoding as published: rejected positions only, an update every 8 requests, no replay
     static:INIT     the untrained draft, never changed
     static:DIR      a version's folder, never changed
+    static:30%      distilled offline on the first 30 % of the requests (three passes, DistillSpec), never changed after
 
 Requests come in bursts of `--concurrency`; between bursts the trainer finishes what it has, so the curve is one of requests and
 not of seconds, and the live arm and its recorded rerun agree. Alpha is prequential: scored with the version that served it.
@@ -16,69 +17,27 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
+from livedraft.bench.arms import ArmResult, Learner, Report, learner_of, read_outcome, run_arm
 from livedraft.bench.outputs import check_outputs
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
-from livedraft.config import OSD_SETTINGS, EngineConfig, LearningConfig, RoutingConfig
+from livedraft.config import EngineConfig, LearningConfig, RoutingConfig
 from livedraft.device import num_available_cores
 from livedraft.drafts.database import DATABASE_NAME, read_status
 from livedraft.drafts.registry import Registry
-from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
-from livedraft.learning.batches import example_from_trace
-from livedraft.learning.forward import TargetParts
 from livedraft.learning.store import TraceStore, read_recorded, write_shard
-from livedraft.learning.trainer import Trainer
-from livedraft.learning.worker import Worker
 from livedraft.llm import LLM
-from livedraft.models.pull import resolve_model
-from livedraft.records import DEFAULT_ROUTE, DraftVersion, SamplingParams, Trace, UserError
+from livedraft.records import DEFAULT_ROUTE, SamplingParams, Trace, UserError
 from livedraft.tokenizer import Message
 
 T = TypeVar("T")
-Report = Callable[[str, int, int], None]
-"""Of progress: a text, how many are done, how many there are."""
-OSD_INTERVAL = 8
-"""Requests between two updates of the published algorithm (OSD, Algorithm 2)."""
 _LONGEST_SETTLE_SECONDS = 120.0
 _LOOK_AT_REQUEST = 120
-
-
-@dataclass(kw_only=True)
-class ArmResult:
-    alphas: list[float] = field(default_factory=list)
-    """Prequential, in the order of arrival."""
-    versions: list[str] = field(default_factory=list)
-    """That served each request."""
-    num_promoted: int = 0
-    seconds: float = 0.0
-    train_seconds: float = 0.0
-    train_flops: float = 0.0
-    serve_flops: float | None = None
-    tokens_per_second: float | None = None
-    gate_alphas: dict[str, float] = field(default_factory=dict)
-    """Of promoted versions, on what they had not trained on."""
-    last_version: Path | None = None
-    """The folder of the draft at the end, for `--arm static:FOLDER`; with --state only it outlives the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """What every arm on recorded traffic needs."""
-
-    target: Path
-    untrained: DraftWeights
-    version: DraftVersion
-    """The untrained draft's description."""
-    config: LearningConfig
-    max_positions: int
-    burst: int
 
 
 def run(
@@ -132,9 +91,7 @@ def run(
         _check_target(traces, learner)
         for arm in arms:
             bar(f"{arm}, recorded requests", 0, len(traces))
-            results[arm] = _recorded(
-                arm, traces, learner, (state or Path(folder)) / f"arm-{arm.partition(':')[0]}", bar
-            )
+            results[arm] = run_arm(arm, traces, learner, (state or Path(folder)) / f"arm-{arm.partition(':')[0]}", bar)
         for result in results.values():
             result.last_version = result.last_version if state is not None else None
         fields = {arm: _fields(result, traces) for arm, result in results.items()}
@@ -224,7 +181,7 @@ def _serve_live(
         result.serve_flops = llm.serve_flops
         status = read_status(state, "trainer")
         rows = store.rows()
-        _read_outcome(result, rows, registry, status["train_seconds"], status["train_flops"])
+        read_outcome(result, rows, registry, status["train_seconds"], status["train_flops"])
         traces = [trace for row in rows if (trace := store.read(row)) is not None]
     return result, traces, learner
 
@@ -271,128 +228,9 @@ def _settle(llm: LLM, store: TraceStore, registry: Registry, num_requests: int) 
     )
 
 
-def _read_outcome(
-    result: ArmResult, rows: Sequence[Any], registry: Registry, train_seconds: float, train_flops: float
-) -> None:
-    result.alphas = [row.alpha for row in rows if row.alpha is not None]
-    result.versions = [row.draft_version for row in rows]
-    result.train_seconds, result.train_flops = train_seconds, train_flops
-    serving = registry.in_service(DEFAULT_ROUTE)
-    result.last_version = registry.folder(serving.id) if serving else None
-    for row in registry.versions(DEFAULT_ROUTE):
-        if row["decision"] and row["status"] in ("in_service", "retired"):
-            result.num_promoted += 1
-            result.gate_alphas[row["id"]] = row["decision"]["alpha"]
-
-
-# --- arms on recorded traffic ---------------------------------------------------------------------------------------
-
-
 def _learner(model: str, dtype: str, learning: LearningConfig, burst: int) -> Learner:
     with LLM(model, dtype=dtype, engine=EngineConfig(max_num_seqs=1, num_prefix_slots=0)) as llm:
         return learner_of(llm, model, learning, burst)
-
-
-def learner_of(llm: LLM, model: str, learning: LearningConfig, burst: int) -> Learner:
-    weights, version = llm.untrained_draft()
-    return Learner(
-        target=resolve_model(model),
-        untrained=weights,
-        version=version,
-        config=learning,
-        max_positions=llm.engine.config.max_model_len,
-        burst=burst,
-    )
-
-
-def _recorded(arm: str, traces: Sequence[Trace], learner: Learner, folder: Path, report: Report) -> ArmResult:
-    started = time.perf_counter()
-    if arm == "livedraft":
-        result = _rerun_worker(traces, learner, folder, report)
-    elif arm == "osd":
-        result = _rerun_osd(traces, learner, report)
-    elif arm.startswith("static:"):
-        result = _score_static(arm.removeprefix("static:"), traces, learner)
-    else:
-        raise UserError(f"There is no arm {arm!r}; take livedraft, osd, static:INIT or static:FOLDER.")
-    result.seconds = time.perf_counter() - started
-    return result
-
-
-def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, report: Report) -> ArmResult:
-    """The training process's own loop, in this process, burst by burst."""
-    if (folder / DATABASE_NAME).exists():
-        raise UserError(f"{folder} already holds traces; a learning curve starts in a fresh --state.")
-    store, registry = TraceStore(folder), Registry(folder)
-    registry.publish(lambda path: save_draft(learner.untrained, path), learner.version, status="in_service")
-    worker = Worker(
-        state=folder,
-        target=learner.target,
-        route=DEFAULT_ROUTE,
-        config=learner.config,
-        max_positions=learner.max_positions,
-    )
-    for first in range(0, len(traces), learner.burst):
-        serving = worker.in_service.id
-        store.append([replace(trace, draft_version=serving) for trace in traces[first : first + learner.burst]])
-        while worker.turn():
-            serve_canaries(registry, DEFAULT_ROUTE)
-        num_done = min(first + learner.burst, len(traces))
-        report(f"livedraft, recorded requests, draft {worker.in_service.id}", num_done, len(traces))
-    result = ArmResult()
-    _read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
-    return result
-
-
-def serve_canaries(registry: Registry, route: str) -> None:
-    """Live, a canary waits for a few requests; the watch is not what is measured here."""
-    canary = registry.canary(route)
-    if canary is not None:
-        registry.serve(canary.id, route, {})
-
-
-def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Report) -> ArmResult:
-    """OSD, Algorithm 2: the buffer holds the positions whose proposal was rejected; every OSD_INTERVAL requests the draft takes
-    one step on it and it is emptied. No replay, no average, no falling rate, no gate."""
-    config = replace(learner.config, **OSD_SETTINGS)
-    trainer = _trainer(learner, config)
-    chance = np.random.default_rng(config.seed)
-    result = ArmResult()
-    started = time.perf_counter()
-    for first in range(0, len(traces), OSD_INTERVAL):
-        examples = [
-            example_from_trace(trace, first + index) for index, trace in enumerate(traces[first : first + OSD_INTERVAL])
-        ]
-        scores = trainer.score(examples)
-        result.alphas += [score.alpha for score in scores]
-        result.versions += [f"step {trainer.num_steps}"] * len(examples)
-        buffer = []
-        for example, score in zip(examples, scores, strict=True):
-            is_rejected_T = chance.random(score.num_positions) > score.served_overlap_T
-            if is_rejected_T.any():
-                buffer.append(replace(example, loss_mask_T=is_rejected_T))
-        if buffer:
-            trainer.step(buffer)
-        report("osd, recorded requests", first + len(examples), len(traces))
-    result.train_seconds, result.train_flops = time.perf_counter() - started, trainer.flops
-    return result
-
-
-def _score_static(name: str, traces: Sequence[Trace], learner: Learner) -> ArmResult:
-    weights = learner.untrained if name == "INIT" else load_draft(Path(name) / "draft.safetensors")
-    trainer = _trainer(learner, learner.config)
-    examples = [example_from_trace(trace, index) for index, trace in enumerate(traces)]
-    scores = trainer.score(examples, weights)
-    return ArmResult(alphas=[score.alpha for score in scores], versions=[name] * len(scores))
-
-
-def _trainer(learner: Learner, config: LearningConfig) -> Trainer:
-    return Trainer(
-        config=config,
-        target=TargetParts.load(learner.target, learner.untrained),
-        draft=learner.untrained,
-        max_positions=learner.max_positions,
-    )
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from livedraft.bench.alternate import mean_with_bounds
+from livedraft.bench.arms import Learner, Report, learner_of, serve_canaries
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts, spread
-from livedraft.bench.replay import Learner, Report, learner_of, record, serve_canaries
+from livedraft.bench.replay import record
 from livedraft.config import EngineConfig, LearningConfig, RouteKind, RoutingConfig
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.router import Router

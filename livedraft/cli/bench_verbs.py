@@ -336,7 +336,8 @@ def bench_replay(
     shift: Annotated[bool, typer.Option("--shift", help="At the end return to the first file's next prompts.")] = False,
     mix: Annotated[bool, typer.Option("--mix", help="All files' prompts in random order.")] = False,
     arm: Annotated[
-        list[str] | None, typer.Option(help="livedraft, osd, static:INIT or static:FOLDER; may be given several times.")
+        list[str] | None,
+        typer.Option(help="livedraft, osd, static:INIT, static:30% or static:FOLDER; may be given several times."),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests served together.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,

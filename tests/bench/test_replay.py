@@ -57,6 +57,7 @@ def test_the_live_arm_is_its_recorded_rerun(model_folder, prompt_files, tmp_path
     again = replay(
         "--model", model_folder, "--from-traces", traces, "--learning-rate", 3e-3,
         "--arm", "livedraft", "--arm", "osd", "--arm", "static:INIT", "--arm", f"static:{live['last_version']}",
+        "--arm", "static:20%", "--arm", "static:100%",
     )  # fmt: skip
     arms = again["arms"]
     recorded = arms["livedraft"]
@@ -68,6 +69,9 @@ def test_the_live_arm_is_its_recorded_rerun(model_folder, prompt_files, tmp_path
     learnt = arms[f"static:{live['last_version']}"]
     assert learnt["alpha_last_100"] > arms["static:INIT"]["alpha_last_100"]
     assert learnt["train_seconds"] == 0
+    on_few, on_all = arms["static:20%"], arms["static:100%"]
+    assert arms["static:INIT"]["alpha_last_100"] < on_few["alpha_last_100"] < on_all["alpha_last_100"]
+    assert 0 < on_few["train_flops"] < on_all["train_flops"]
 
 
 @pytest.mark.timeout(240)
