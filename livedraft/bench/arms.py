@@ -98,7 +98,7 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
         state=folder,
         target=learner.target,
         route=DEFAULT_ROUTE,
-        config=learner.config,
+        config=replace(learner.config, micro_batch_tokens=1024),  # as live: nobody waits for the end of one
         max_positions=learner.max_positions,
     )
     for first in range(0, len(traces), learner.burst):

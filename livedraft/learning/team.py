@@ -90,7 +90,7 @@ class Team:
 
     def run(self) -> None:
         for worker in self.workers.values():
-            worker.report("waiting for traces")
+            worker.reports.status("waiting for traces")
         while True:
             if not self.turn():
                 time.sleep(RESTING_SECONDS if self._is_beside_requests() else POLL_SECONDS)
@@ -104,7 +104,7 @@ class Team:
             if self.is_routing and not self.workers[DEFAULT_ROUTE].controls["paused"]:
                 self._look_at_streams()
         except UserError as error:  # the disk is full, or the database locked: it tries again
-            self.workers[DEFAULT_ROUTE].say_problem(str(error))
+            self.workers[DEFAULT_ROUTE].reports.problem(str(error))
         turns = [worker.safe_turn() for worker in list(self.workers.values())]
         return any(turns)
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from livedraft.config import LearningConfig
-from livedraft.drafts.database import read_controls, record_events, set_control, write_status
+from livedraft.drafts.database import read_controls, set_control
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import DraftWeights, save_draft
 from livedraft.learning import gate
@@ -37,11 +35,13 @@ from livedraft.learning.drift import DriftWatch
 from livedraft.learning.earlier import EarlierDrafts
 from livedraft.learning.forward import TargetParts
 from livedraft.learning.memory import MAX_EVIDENCE, Memory
-from livedraft.learning.process import checkpoint_name, open_yield_flag, trainer_status_name
+from livedraft.learning.process import checkpoint_name, open_yield_flag
 from livedraft.learning.rates import RateTrial
+from livedraft.learning.reports import Reports
 from livedraft.learning.selection import Reference
 from livedraft.learning.store import Streams, TraceRow, TraceStore
 from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
+from livedraft.learning.versions import Versions
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
@@ -56,12 +56,8 @@ EVIDENCE_WHILE_BUSY = {"gentle": 64, "on": MAX_EVIDENCE, "eager": MAX_EVIDENCE}
 LIVELY_SECONDS = 5.0
 """For so long after one was seen running, requests come."""
 CHECKPOINT_SECONDS = 60.0
-REPORT_SECONDS = 5.0
-"""The status is written when it changes, and its figures at least this often."""
 MAX_READ_A_TURN, MAX_SCORED_A_TURN = 256, 16
 """After a pause or an import thousands may wait: operators are heeded, candidates tested and steps taken in between."""
-MAX_KEPT_SCORES = 4000
-"""Of one version."""
 LONG_IDLE_SECONDS = 30.0
 """Without a new trace for so long, what can be replayed is replayed at once."""
 MAX_BAD_STEPS = 3
@@ -71,7 +67,6 @@ REQUESTS_TO_CLOSE = 64
 MAX_COOLDOWN_DOUBLINGS = 5
 """The breaker: each roll-back in a row doubles what has to be learnt before the next candidate, up to 32 times; one version
 that stays closes it again."""
-_MAX_KEPT_DRAFTS = 4
 
 
 class Worker:
@@ -114,12 +109,12 @@ class Worker:
         self.is_asked = self.controls["now"] > self.controls.get(self._done_name, self.controls["now"])
         """`learn now` was said and no candidate has been frozen since: turns that score or test must not lose it."""
         self.num_bad_steps = 0
-        self.last_problem = ""
+        self.reports = Reports(state, route, self._figures)
         self.drift = DriftWatch()
         self.earlier = EarlierDrafts()
         self.num_drifts = 0
-        self.drafts: OrderedDict[str, DraftWeights] = OrderedDict({in_service.id: draft})
-        self.scores: dict[str, dict[int, Score]] = {}  # by version and trace
+        self.versions = Versions(self.registry)
+        self.versions.keep(in_service.id, draft, in_service=in_service.id)
         self.last_trace_id = 0
         self.num_since_candidate = 0
         self.num_candidates = 0
@@ -145,8 +140,6 @@ class Worker:
         self._has_had_its_share = has_had_its_share
         self.is_resting = False
         """Training has had its share: nothing is due before serving's figures move on."""
-        self._status = ""
-        self._reported_at = 0.0
         self._checkpoint_path = state / checkpoint_name(route)
         self._checkpointed_at = time.monotonic()
         self.registry.reject_candidates(route)  # of a process that ended before their test
@@ -166,18 +159,18 @@ class Worker:
         try:
             is_active = self.turn()
         except UserError as error:
-            self.say_problem(str(error))
+            self.reports.problem(str(error))
             is_active = False
             time.sleep(10 * POLL_SECONDS)
         if not is_active and not self.controls["paused"] and not self.is_resting:
-            self.report("waiting for traces")
+            self.reports.status("waiting for traces")
         return is_active
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to do. Raises UserError when the state folder cannot be used just now."""
         self._heed_controls()
         if self.controls["paused"]:
-            self.report("paused")
+            self.reports.status("paused")
             return False
         self._follow_service()
         self._read_new_traces()
@@ -228,9 +221,7 @@ class Worker:
         left = {row.id for row in self.store.rows(limit=-1)}
         self.memory.forget_all_but(left)
         self._to_score = [(row, example) for row, example in self._to_score if row.id in left]
-        for scores in self.scores.values():
-            for trace_id in [trace_id for trace_id in scores if trace_id not in left]:
-                del scores[trace_id]
+        self.versions.forget_all_but(left)
         self.store.close_shards()
 
     def _follow_service(self) -> None:
@@ -265,7 +256,7 @@ class Worker:
         if "rolled back" in reason:
             self.num_rolled_back += 1
             self.num_since_candidate = 0
-        self._emit(
+        self.reports.event(
             "training_restarted", version=self.in_service.id, reason=reason, next_candidate_after=self.num_needed
         )
 
@@ -287,7 +278,7 @@ class Worker:
             else:  # scored before a restart: its score stands
                 self.memory.add(example, is_held_out=row.is_held_out)
         if self.store.num_set_aside > num_set_aside:
-            self._emit("shards_set_aside", num_shards=self.store.num_set_aside - num_set_aside)
+            self.reports.event("shards_set_aside", num_shards=self.store.num_set_aside - num_set_aside)
 
     def can_use(self, trace: Trace) -> bool:
         """Of this target, and of a length and with tokens that the draft can take; what it cannot is counted."""
@@ -307,7 +298,7 @@ class Worker:
         """Prequential: with the version that served the request, before anything is trained on it."""
         if not self._to_score:
             return False
-        self.report("scoring")
+        self.reports.status("scoring")
         batch = self._to_score[:MAX_SCORED_A_TURN]
         every = SCORED_WHILE_BUSY[self.config.level] if self.is_lively else 1
         by_version: dict[str, list[Example]] = {}
@@ -347,7 +338,7 @@ class Worker:
         served = self._draft(self.in_service.id)
         if served is not None:
             self.earlier.traffic_changed(self.in_service.id, served)
-        self._emit("drift", alpha=drift.alpha, before=drift.before)
+        self.reports.event("drift", alpha=drift.alpha, before=drift.before)
 
     def _try_earlier(self) -> None:
         """What served earlier traffic is tested on the new (`earlier.py`); the best that passes is a canary at once, and
@@ -367,7 +358,7 @@ class Worker:
             self.registry.start_canary(version.id, fields)
             self.trainer.restart_from(found.weights)
             self.canary = version
-            self._emit("earlier_draft_again", version=version.id, **fields)
+            self.reports.event("earlier_draft_again", version=version.id, **fields)
         self.earlier.untried = []  # only now: a database that is locked costs a turn, not the draft
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -376,12 +367,12 @@ class Worker:
         """While requests come training may take a share of what serving takes, and no more."""
         self.is_resting = self._has_had_its_share(self._seconds_since_busy())
         if self.is_resting:
-            self.report("resting")
+            self.reports.status("resting")
         return self.is_resting
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
         """One optimiser step on new examples and replayed ones."""
-        self.report("training")
+        self.reports.status("training")
         if self.trainer.num_steps == 0:
             self._change_vocabulary()
         batch = [*new, *old]
@@ -400,7 +391,7 @@ class Worker:
         if self.rate_trial is not None:
             self.trainer, scores = self.rate_trial.winner()
             self.rate_trial = None
-            self._emit("rate_chosen", rate=self.trainer.base_rate, alphas=scores)
+            self.reports.event("rate_chosen", rate=self.trainer.base_rate, alphas=scores)
 
     def _replay(self) -> bool:
         """Idle compute: old examples again, each at most max_passes times in all."""
@@ -408,7 +399,7 @@ class Worker:
         batch = [] if self.rate_trial is not None else self.memory.idle_batch(is_long_idle=is_long_idle)
         if not batch:
             return False
-        self.report("replaying")
+        self.reports.status("replaying")
         self._step(batch)
         return True
 
@@ -432,7 +423,7 @@ class Worker:
             self.trainer.restart_from(weights)
             self.num_bad_steps = 0
             problem += "; training starts again from the version in service"
-        self.say_problem(problem)
+        self.reports.problem(problem)
 
     def _change_vocabulary(self) -> None:
         """At version boundaries only: the copy in training says what the traffic says now."""
@@ -470,7 +461,7 @@ class Worker:
             last_trace_id=self.memory.newest_trained_id,
         )
         version = self.registry.publish(lambda path: save_draft(weights, path), version)
-        self._keep(version.id, weights)
+        self.versions.keep(version.id, weights, in_service=self.in_service.id)
         return version
 
     @staticmethod
@@ -486,7 +477,7 @@ class Worker:
             evidence = evidence[-EVIDENCE_WHILE_BUSY[self.config.level] :]
         if not self._is_enough(evidence):
             return False  # waits; nothing was tested
-        self.report("testing a candidate")
+        self.reports.status("testing a candidate")
         version = self.candidate
         candidate_scores = self._scores(version.id, evidence)
         parent_scores = self._scores(self.in_service.id, evidence)
@@ -509,37 +500,28 @@ class Worker:
         if fields["promote"]:
             self.registry.start_canary(version.id, fields)
             self.candidate, self.canary = None, version
-            self._emit("candidate_passed", version=version.id, **fields)
+            self.reports.event("candidate_passed", version=version.id, **fields)
         else:
             self.registry.reject(version.id, fields)
             self.candidate = None
-            self._emit("candidate_rejected", version=version.id, **fields)
+            self.reports.event("candidate_rejected", version=version.id, **fields)
         return True
 
     def _scores(self, version_id: str, examples: Sequence[Example]) -> list[Score]:
-        """Each example's score under a version, computed once: the parent's are mostly there from serving."""
-        known = self.scores.setdefault(version_id, {})
-        unknown = [example for example in examples if example.trace_id not in known]
-        if unknown:
+        """Each example's score under a version, computed once."""
+
+        def score(unknown: Sequence[Example]) -> list[Score]:
             draft = self._draft(version_id)
             assert draft is not None
             with self._timed():
-                fresh = self.trainer.score(unknown, draft, self._between)
-            known.update(zip((example.trace_id for example in unknown), fresh, strict=True))
-        found = [known[example.trace_id] for example in examples]
-        for trace_id in list(known)[: max(0, len(known) - MAX_KEPT_SCORES)]:
-            del known[trace_id]
-        return found
+                return self.trainer.score(unknown, draft, self._between)
+
+        return self.versions.scores(version_id, examples, score)
 
     # --- odds and ends ----------------------------------------------------------------------------------------------
 
     def _draft(self, version_id: str) -> DraftWeights | None:
-        if version_id not in self.drafts:
-            try:
-                self._keep(version_id, self.registry.load(DraftVersion(**self.registry.manifest(version_id))))
-            except (UserError, TypeError):  # damaged, pruned, or no version at all
-                return None
-        return self.drafts[version_id]
+        return self.versions.weights(version_id, in_service=self.in_service.id)
 
     def served_weights(self) -> DraftWeights:
         """Of the version in service. Raises UserError when they are gone."""
@@ -551,13 +533,6 @@ class Worker:
     def scores_now(self, examples: Sequence[Example]) -> list[Score]:
         """Of any requests, under the version in service."""
         return self._scores(self.in_service.id, examples)
-
-    def _keep(self, version_id: str, weights: DraftWeights) -> None:
-        self.drafts[version_id] = weights
-        while len(self.drafts) > _MAX_KEPT_DRAFTS:
-            oldest = next(name for name in self.drafts if name != self.in_service.id)
-            del self.drafts[oldest]
-            self.scores.pop(oldest, None)
 
     def _seconds_since_busy(self) -> float:
         """Since requests were last seen running."""
@@ -586,14 +561,9 @@ class Worker:
         yield
         self.train_seconds += time.monotonic() - started - (self._paused_seconds - paused)
 
-    def report(self, status: str) -> None:
-        """Write the status row when it changes and now and then; the serving process shows it."""
-        now = time.monotonic()
-        if status == self._status and now - self._reported_at < REPORT_SECONDS:
-            return
-        self._status, self._reported_at = status, now
-        fields = {
-            "status": status,
+    def _figures(self) -> dict[str, Any]:
+        """Of the status row."""
+        return {
             "pid": os.getpid(),
             "num_steps": self.trainer.num_steps,
             "num_trained": self.memory.num_trained,
@@ -608,27 +578,7 @@ class Worker:
             "num_drifts": self.num_drifts,
             "num_unusable": self.num_unusable,
             "num_passed_over": self.memory.num_passed_over,
-            "last_problem": self.last_problem,
         }
-        try:
-            write_status(self.state, trainer_status_name(self.route), fields)
-        except UserError as error:  # shown next time
-            print(f"status not written: {error}", file=sys.stderr, flush=True)
-
-    def say_problem(self, problem: str) -> None:
-        if problem == self.last_problem:
-            return  # said before
-        self.last_problem = problem
-        print(problem, file=sys.stderr, flush=True)
-        self._emit("training_problem", reason=problem)
-        self._status = ""  # report it
-
-    def _emit(self, name: str, **fields: Any) -> None:
-        """For whoever looks at the state folder. What cannot be written is lost: training goes on."""
-        try:
-            record_events(self.state, [{"event": name, "time": time.time(), **fields}])
-        except UserError as error:
-            print(f"{name} not recorded: {error}", file=sys.stderr, flush=True)
 
     # --- surviving a kill -------------------------------------------------------------------------------------------
 
@@ -652,7 +602,7 @@ class Worker:
         try:
             write_checkpoint(self._checkpoint_path, self.trainer.state_tensors(), counters)
         except (OSError, SafetensorError) as error:
-            self.say_problem(f"the checkpoint could not be written: {error}")
+            self.reports.problem(f"the checkpoint could not be written: {error}")
 
     def _resume(self) -> None:
         """Go on where the last checkpoint was; from the version in service when there is none or it is damaged, and with its
@@ -664,7 +614,7 @@ class Worker:
         except FileNotFoundError:
             return
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            self.say_problem(f"the checkpoint cannot be read and is not used: {error}")
+            self.reports.problem(f"the checkpoint cannot be read and is not used: {error}")
             return
         self.memory.restore(counters)
         for name in ("num_since_candidate", "num_candidates", "num_rolled_back"):

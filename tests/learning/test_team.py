@@ -150,7 +150,7 @@ def test_a_database_that_cannot_be_written_costs_a_turn(state, monkeypatch):  # 
     with monkeypatch.context() as patch:
         patch.setattr("livedraft.learning.team.write_status", full)
         one.turn()
-    assert one.workers[DEFAULT_ROUTE].last_problem == "the disk is full."
+    assert one.workers[DEFAULT_ROUTE].reports.last_problem == "the disk is full."
     settle(one)
     assert one.routing._num_requests == {"a": 4, "b": 4}
 

@@ -118,7 +118,7 @@ def test_a_sabotaged_candidate_is_rejected_and_service_stays(state):
     run_until_idle(made)
     assert made.candidate is not None
     with torch.no_grad():
-        for tensor in made.drafts[made.candidate.id].tensors.values():
+        for tensor in made._draft(made.candidate.id).tensors.values():
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     sabotaged = made.candidate.id
     serve_into(state, 20, first=50)
@@ -206,7 +206,7 @@ def test_a_restart_goes_on_from_the_checkpoint_and_trains_nothing_twice(state):
 def test_a_damaged_checkpoint_is_said_and_training_starts_from_the_version_in_service(state, content):
     (state / "trainer.checkpoint.safetensors").write_bytes(content)
     made = worker(state)
-    assert "cannot be read" in made.last_problem
+    assert "cannot be read" in made.reports.last_problem
     serve_into(state, 8)
     run_until_idle(made)
     assert made.trainer.num_steps > 0
@@ -223,9 +223,9 @@ def test_a_step_that_would_ruin_the_weights_is_not_taken_and_three_restart_from_
     for count in (1, 2):
         made._step(batch)
         assert made.num_bad_steps == count
-        assert "not finite" in made.last_problem
+        assert "not finite" in made.reports.last_problem
     made._step(batch)
-    assert "starts again" in made.last_problem
+    assert "starts again" in made.reports.last_problem
     assert torch.isfinite(made.trainer.parameters["head"]).all()
     for name, tensor in made.trainer.averaged.items():
         assert torch.equal(tensor, before[name])
@@ -579,7 +579,7 @@ def test_a_rolled_back_canary_opens_the_breaker_and_one_that_stays_closes_it(sta
         assert made.num_rolled_back == number
         assert made.num_needed == usual * 2**number
         assert made.trainer.num_steps == 0  # what was learnt since is not trusted
-        assert torch.equal(made.trainer.parameters["head"], made.drafts[first.id].tensors["head"])
+        assert torch.equal(made.trainer.parameters["head"], made._draft(first.id).tensors["head"])
     made.checkpoint()
     assert worker(state).num_rolled_back == 2  # a restart does not close it
     made.num_rolled_back = 9
@@ -677,7 +677,7 @@ def test_a_loss_that_explodes_is_a_bad_step(state):
         made.trainer.parameters["head"] *= 1e4
     before = made.trainer.parameters["head"].detach().clone()
     made._step(made.memory.fresh[:4])
-    assert "worse than a uniform guess" in made.last_problem
+    assert "worse than a uniform guess" in made.reports.last_problem
     assert torch.equal(made.trainer.parameters["head"], before)
 
 
