@@ -1,7 +1,8 @@
 """Training a private copy of the draft on served traces. Live weights are never touched.
 
 One optimiser step (`Trainer.step`):
-  1. split the examples into micro-batches; between two of them the caller may yield to serving;
+  1. split the examples into micro-batches, and these into lanes that run side by side (`lanes.py`); between two of a lane
+     the caller may yield to serving;
   2. run the draft over prompt + output, teacher-forced, with autograd (`forward.py`);
   3. logits only at the output positions, in chunks of rows;
   4. the loss against the target's own distribution at each position;
@@ -15,9 +16,10 @@ V target vocabulary, K teacher tokens.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from livedraft.device import available_memory_bytes, cpu_has_bf16_instructions
 from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
 from livedraft.learning.forward import Forward, TargetParts, forward_of
+from livedraft.learning.lanes import run_lanes
 from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
 from livedraft.learning.ranks import Ranks
 from livedraft.learning.selection import Selection
@@ -80,7 +83,7 @@ class Scorer:
     lookup_V: torch.Tensor
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Sums:
     loss: float = 0.0
     """Of the positions that are used; `loss_of_all`: of the others too."""
@@ -88,6 +91,10 @@ class _Sums:
     overlap: float = 0.0
     num_taught: int = 0
     num_used: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 class NotEnoughMemoryError(UserError):
@@ -195,17 +202,8 @@ class Trainer:
         Raises BadStepError, the weights untouched, when the gradient is not finite or the loss is that of an exploded model.
         """
         num_positions = sum(int(example.loss_mask_T.sum()) for example in examples)
-        weights = self._forward(replace(self._kind, tensors=self.parameters, draft_to_target_W=self.draft_to_target_W))
-        choice = None if selection is None else (selection, self._scorer(selection.reference))
-        sums, flops_before = _Sums(), self.flops
-        with self._autocast():  # one context for the whole step: the cast of each weight is made once
-            for micro_batch in micro_batches(self.ranks.share(examples), self.config.micro_batch_tokens):
-                batch = self._collated(micro_batch, self.target_to_draft_V)
-                self._accumulate_gradients(batch, weights, num_positions, choice, sums)
-                self.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
-                between()
-        sums = self._over_all_ranks(sums)
-        self.flops = flops_before + self.ranks.total([self.flops - flops_before])[0]
+        sums = self._over_all_ranks(self._gradients(self.ranks.share(examples), num_positions, between, selection))
+        self.flops += sums.flops
         if 0 < sums.num_used < num_positions:  # the mean over those that are used
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
@@ -232,6 +230,63 @@ class Trainer:
             num_selected=sums.num_used,
         )
 
+    def _gradients(
+        self,
+        examples: Sequence[Example],
+        num_positions: int,
+        between: Callable[[], None],
+        selection: Selection | None,
+    ) -> _Sums:
+        """Into the parameters' `grad`, lane by lane in a fixed order: the same numbers in every run with as many threads."""
+        batches = self._micro_batches(examples, self.config.micro_batch_tokens, is_window=selection is not None)
+        num_lanes = self._num_lanes(self._kind, len(batches))
+        # The same memory with gradients of its own.
+        leaves = [
+            {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
+            for _ in range(num_lanes)
+        ]
+
+        def lane(number: int) -> _Sums:
+            return self._lane(leaves[number], batches[number::num_lanes], num_positions, between, selection)
+
+        sums = run_lanes([functools.partial(lane, number) for number in range(num_lanes)])
+        for name, parameter in self.parameters.items():
+            gradients = [own[name].grad for own in leaves]
+            parameter.grad = functools.reduce(_added, gradients)
+        return sum(sums[1:], sums[0])
+
+    def _lane(
+        self,
+        parameters: dict[str, torch.Tensor],
+        batches: Sequence[list[Example]],
+        num_positions: int,
+        between: Callable[[], None],
+        selection: Selection | None,
+    ) -> _Sums:
+        weights = self._forward(replace(self._kind, tensors=parameters, draft_to_target_W=self.draft_to_target_W))
+        choice = None if selection is None else (selection, self._scorer(selection.reference))
+        sums = _Sums()
+        with self._autocast():  # one context for the whole step: the cast of each weight is made once
+            for micro_batch in batches:
+                batch = self._collated(micro_batch, self.target_to_draft_V)
+                self._accumulate_gradients(batch, weights, num_positions, choice, sums)
+                sums.flops += 6.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
+                between()
+        return sums
+
+    def _micro_batches(self, examples: Sequence[Example], most: int, *, is_window: bool) -> list[list[Example]]:
+        """As even as the lanes want them; where a micro-batch is a window that positions are selected in, it does not depend on
+        the machine."""
+        if not is_window:
+            padded = len(examples) * max((example.num_tokens for example in examples), default=0)
+            most = min(most, -(-padded // torch.get_num_threads()))
+        return micro_batches(examples, most)
+
+    def _num_lanes(self, draft: DraftWeights, num_batches: int) -> int:
+        """One where something is shared that changes: the full teacher's cache, the module of a draft of transformers'."""
+        is_shared = self.teacher is not None or draft.hf_config is not None
+        return 1 if is_shared else max(1, min(torch.get_num_threads(), num_batches))
+
     def _over_all_ranks(self, sums: _Sums) -> _Sums:
         if self.ranks.size == 1:
             return sums
@@ -239,12 +294,8 @@ class Trainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.ranks.add_up([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
-        loss, loss_of_all, overlap, num_taught, num_used = self.ranks.total(
-            [sums.loss, sums.loss_of_all, sums.overlap, sums.num_taught, sums.num_used]
-        )
-        return _Sums(
-            loss=loss, loss_of_all=loss_of_all, overlap=overlap, num_taught=int(num_taught), num_used=int(num_used)
-        )
+        totals = self.ranks.total([float(getattr(sums, each.name)) for each in fields(sums)])
+        return _Sums(*totals[:3], int(totals[3]), int(totals[4]), totals[5])
 
     def _refuse_bad_step(self, norm: torch.Tensor, loss: float) -> None:
         """One NaN would make every weight NaN for good; a loss far above that of a uniform guess comes from a model that has
@@ -288,7 +339,11 @@ class Trainer:
         loss_function = LOSS_FUNCTIONS[self.config.loss]
         hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         leaf_ND = hidden_ND.detach().requires_grad_()
-        selected_N = None if choice is None else self._selected(batch, leaf_ND, weights, *choice)
+        selected_N = None
+        if choice is not None:
+            selected_N = self._selected(batch, leaf_ND, weights, *choice)
+            again = weights.num_head_weights + choice[1].weights.num_weights
+            sums.flops += 2.0 * again * batch.num_tokens
         for start in range(0, leaf_ND.shape[0], ROWS_PER_CHUNK):
             rows = slice(start, start + ROWS_PER_CHUNK)
             logits_NW = weights.head(leaf_ND[rows]).float()
@@ -326,8 +381,6 @@ class Trainer:
             )
             gains.append(torch.where(own.teaches_N, forward_kl(own) - forward_kl(other), -torch.inf))
         torch.clear_autocast_cache()  # casts made without gradients must not be reused by the pass that needs them
-        again = weights.num_head_weights + reference.weights.num_weights
-        self.flops += 2.0 * again * batch.num_tokens
         keeps_N = selection.chosen(torch.cat(gains), seed=self.num_steps * 1_000_003 + int(batch.trace_ids_B[0]))
         if selection.control_share:
             keeps_N |= (batch.trace_ids_B % selection.control_share == 0)[batch.example_N]
@@ -341,22 +394,36 @@ class Trainer:
         """Acceptance of each example under the given draft, or under what `snapshot` would give. In the order given."""
         draft = draft or replace(self._kind, tensors=self.averaged, draft_to_target_W=self.draft_to_target_W)
         scorer = self._scorer(draft)
-        weights, lookup_V = scorer.weights, scorer.lookup_V
+        most = 4 * self.config.micro_batch_tokens  # a third of the work each
+        batches = self._micro_batches(examples, most, is_window=False)
+        num_lanes = self._num_lanes(draft, len(batches))
+
+        def lane(number: int) -> dict[int, Score]:
+            return self._score_lane(scorer, batches[number::num_lanes], between)
+
         scores: dict[int, Score] = {}
-        order = {id(example): index for index, example in enumerate(examples)}
+        for own in run_lanes([functools.partial(lane, number) for number in range(num_lanes)]):
+            scores |= own
+        self.flops += 2.0 * scorer.weights.num_weights * sum(example.num_tokens for example in examples)
+        return [scores[id(example)] for example in examples]
+
+    def _score_lane(
+        self, scorer: Scorer, batches: Sequence[list[Example]], between: Callable[[], None]
+    ) -> dict[int, Score]:
+        """By the examples' ids in memory."""
+        scores: dict[int, Score] = {}
         with torch.no_grad(), self._autocast():
-            for micro_batch in micro_batches(examples, 4 * self.config.micro_batch_tokens):  # a third of the work each
-                batch = self._collated(micro_batch, lookup_V, every_position=True)
-                self.flops += 2.0 * weights.num_weights * sum(example.num_tokens for example in micro_batch)
-                hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
+            for micro_batch in batches:
+                batch = self._collated(micro_batch, scorer.lookup_V, every_position=True)
+                hidden_ND = scorer.weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
                 for index, example in enumerate(micro_batch):
                     rows = torch.nonzero(batch.example_N == index)[:, 0]
                     parts = [
-                        _score_rows(example, batch, some, weights.head(hidden_ND[some]).float())
+                        _score_rows(example, batch, some, scorer.weights.head(hidden_ND[some]).float())
                         for some in rows.split(ROWS_PER_CHUNK)
                     ]
                     overlap_T, matches_T, served_T = (torch.cat(columns) for columns in zip(*parts, strict=True))
-                    scores[order[id(example)]] = Score(
+                    scores[id(example)] = Score(
                         alpha=overlap_T.mean().item(),
                         alpha_t0=matches_T.mean().item(),
                         alpha_served=served_T.mean().item(),
@@ -364,7 +431,7 @@ class Trainer:
                         served_overlap_T=served_T.numpy(),
                     )
                 between()
-        return [scores[index] for index in range(len(examples))]
+        return scores
 
     # --- the draft vocabulary ---------------------------------------------------------------------------------------
 
@@ -431,6 +498,13 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bf16)
+
+
+def _added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Of two gradients; None is nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)
 
 
 def require_memory(draft: DraftWeights, config: LearningConfig) -> None:

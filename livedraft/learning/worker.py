@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,7 +132,8 @@ class Worker:
         """Spent in steps and scores, pauses for serving not counted."""
         self.num_train_tokens = 0
         self.last_loss: float | None = None
-        self._paused_seconds = 0.0
+        self._paused_seconds, self._paused_until = 0.0, -math.inf
+        self._pausing = threading.Lock()
         self._newest_at = time.monotonic()
         self._busy_at = -math.inf
         """When requests were last seen running."""
@@ -553,7 +555,10 @@ class Worker:
             self._busy_at = started
         while self._yield_flag[0] and time.monotonic() < started + longest:
             time.sleep(0.01)
-        self._paused_seconds += time.monotonic() - started
+        with self._pausing:  # lanes pause together: what two of them waited through counts once
+            now = time.monotonic()
+            self._paused_seconds += max(0.0, now - max(started, self._paused_until))
+            self._paused_until = now
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
