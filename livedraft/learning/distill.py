@@ -29,8 +29,9 @@ from livedraft.config import DistillConfig
 from livedraft.drafts.weights import DraftWeights, load_draft, save_draft
 from livedraft.learning.batches import Example
 from livedraft.learning.checkpoint import read_checkpoint, write_checkpoint
+from livedraft.learning.scoring import Score
 from livedraft.learning.selection import Selection
-from livedraft.learning.trainer import BadStepError, Score, StepReport, Trainer
+from livedraft.learning.trainer import BadStepError, StepReport, Trainer
 from livedraft.records import UserError
 
 DRAFT_NAME, CHECKPOINT_NAME, METRICS_NAME = "draft.safetensors", "checkpoint.safetensors", "metrics.jsonl"

@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import torch
 
 from livedraft.config import LEARNING_RATES, LearningConfig
@@ -32,13 +31,11 @@ from livedraft.learning.forward import Forward, TargetParts, forward_of
 from livedraft.learning.lanes import run_lanes
 from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
 from livedraft.learning.ranks import Ranks
+from livedraft.learning.scoring import ROWS_PER_CHUNK, Score, Scorer, score_batches
 from livedraft.learning.selection import Selection
 from livedraft.learning.teacher import FullTeacher
 from livedraft.records import UserError
-from livedraft.sampling import logits_to_probs
 
-ROWS_PER_CHUNK = 512
-"""Rows of draft logits in memory at once."""
 _LOWEST_RATE = 0.2
 """Of the starting rate."""
 EXPLODED_LOSS = 3.0
@@ -57,30 +54,6 @@ class StepReport:
     """Positions whose target mass the draft's vocabulary hardly covers; they taught nothing."""
     num_selected: int
     """Positions the loss is the mean of: all, or those a reference selected."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """One request's acceptance, teacher-forced over all its output positions."""
-
-    alpha: float
-    """Mean of Σ min(target_probs, draft_probs) at temperature 1; a lower bound under top-K teachers."""
-    alpha_t0: float
-    """Share of positions where both models' most likely token is the same."""
-    alpha_served: float
-    """As alpha, under the request's own temperature and filters. Penalties, bias and grammars are left out: candidate and
-    parent are compared on the same positions without them."""
-    num_positions: int
-    served_overlap_T: np.ndarray
-    """What alpha_served is the mean of: the chance that a token drafted at the position is accepted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scorer:
-    """A draft ready to be run: its weights, and the row of each target token or −1."""
-
-    weights: Forward
-    lookup_V: torch.Tensor
 
 
 @dataclass
@@ -399,39 +372,14 @@ class Trainer:
         num_lanes = self._num_lanes(draft, len(batches))
 
         def lane(number: int) -> dict[int, Score]:
-            return self._score_lane(scorer, batches[number::num_lanes], between)
+            with torch.no_grad(), self._autocast():
+                return score_batches(scorer, batches[number::num_lanes], self._collated, between)
 
         scores: dict[int, Score] = {}
         for own in run_lanes([functools.partial(lane, number) for number in range(num_lanes)]):
             scores |= own
         self.flops += 2.0 * scorer.weights.num_weights * sum(example.num_tokens for example in examples)
         return [scores[id(example)] for example in examples]
-
-    def _score_lane(
-        self, scorer: Scorer, batches: Sequence[list[Example]], between: Callable[[], None]
-    ) -> dict[int, Score]:
-        """By the examples' ids in memory."""
-        scores: dict[int, Score] = {}
-        with torch.no_grad(), self._autocast():
-            for micro_batch in batches:
-                batch = self._collated(micro_batch, scorer.lookup_V, every_position=True)
-                hidden_ND = scorer.weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
-                for index, example in enumerate(micro_batch):
-                    rows = torch.nonzero(batch.example_N == index)[:, 0]
-                    parts = [
-                        _score_rows(example, batch, some, scorer.weights.head(hidden_ND[some]).float())
-                        for some in rows.split(ROWS_PER_CHUNK)
-                    ]
-                    overlap_T, matches_T, served_T = (torch.cat(columns) for columns in zip(*parts, strict=True))
-                    scores[id(example)] = Score(
-                        alpha=overlap_T.mean().item(),
-                        alpha_t0=matches_T.mean().item(),
-                        alpha_served=served_T.mean().item(),
-                        num_positions=len(rows),
-                        served_overlap_T=served_T.numpy(),
-                    )
-                between()
-        return scores
 
     # --- the draft vocabulary ---------------------------------------------------------------------------------------
 
@@ -519,25 +467,3 @@ def require_memory(draft: DraftWeights, config: LearningConfig) -> None:
             f"Training this draft needs about {needed / 2**30:.1f} GiB and the machine has {free / 2**30:.1f} free; take fewer "
             "num_draft_layers, a smaller max_vocabulary_size, or a fixed learning_rate."
         )
-
-
-def _score_rows(
-    example: Example, batch: TrainBatch, rows: torch.Tensor, logits_TW: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Σ min, whether the most likely tokens match, Σ min as served) at some of an example's positions.
-
-    rows: their places in the batch; logits_TW: the draft's logits there.
-    """
-    teacher_rows_TK, teacher_log_probs_TK = batch.teacher_rows_NK[rows], batch.teacher_log_probs_NK[rows]
-    overlap_T = compare(logits_TW, teacher_rows_TK, teacher_log_probs_TK).overlap_N
-    best_T1 = teacher_log_probs_TK.argmax(-1, keepdim=True)
-    matches_T = teacher_rows_TK.gather(1, best_T1)[:, 0] == logits_TW.argmax(-1)
-    if example.sampling.is_greedy:
-        served_T = matches_T.float()
-    else:
-        # The teacher's raw log-probabilities are logits up to a constant; mass outside the top K is left out.
-        target_probs_TK = logits_to_probs(teacher_log_probs_TK, example.sampling)
-        draft_probs_TW = logits_to_probs(logits_TW, example.sampling)
-        draft_probs_TK = draft_probs_TW.gather(-1, teacher_rows_TK.clamp(min=0)) * (teacher_rows_TK >= 0)
-        served_T = torch.minimum(target_probs_TK, draft_probs_TK).sum(-1)
-    return overlap_T, matches_T.float(), served_T

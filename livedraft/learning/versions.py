@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from livedraft.drafts.registry import Registry
 from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example
-from livedraft.learning.trainer import Score
+from livedraft.learning.scoring import Score
 from livedraft.records import DraftVersion, UserError
 
 MAX_KEPT_SCORES = 4000

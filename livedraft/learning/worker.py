@@ -39,9 +39,10 @@ from livedraft.learning.memory import MAX_EVIDENCE, Memory
 from livedraft.learning.process import checkpoint_name, open_yield_flag
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.reports import Reports
+from livedraft.learning.scoring import Score
 from livedraft.learning.selection import Reference
 from livedraft.learning.store import Streams, TraceRow, TraceStore
-from livedraft.learning.trainer import BadStepError, Score, Trainer, require_memory
+from livedraft.learning.trainer import BadStepError, Trainer, require_memory
 from livedraft.learning.versions import Versions
 from livedraft.records import DraftVersion, Trace, UserError
 
