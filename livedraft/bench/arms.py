@@ -182,7 +182,7 @@ def _distilled(examples: list[Example], learner: Learner, folder: Path, report: 
         use.add(example)
     trainer.change_vocabulary(use.choose(config.learning.max_vocabulary_size))
 
-    def say(_run: str, figures: dict[str, Any], num_steps: int) -> None:
+    def say(run: str, figures: dict[str, Any], num_steps: int) -> None:
         report(f"distilling on {len(examples)} requests, steps", figures["step"], num_steps)
 
     made = Distillation(
