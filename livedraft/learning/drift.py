@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 SHORT, LONG, RATIO = 16, 96, 0.75
 """Drift: alpha of the last SHORT requests under RATIO of the LONG before them."""
+SUSPICIOUS = 4
+"""So many requests under RATIO are no proof, but a reason to look at every one that comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,12 @@ class DriftWatch:
     def recent(self) -> list[float]:
         """Alphas of the last SHORT requests since the last change."""
         return [alpha for _, alpha in self._seen][-SHORT:]
+
+    @property
+    def is_suspicious(self) -> bool:
+        alphas = [alpha for _, alpha in self._seen]
+        is_known = len(alphas) >= SUSPICIOUS + LONG // 2
+        return is_known and _mean(alphas[-SUSPICIOUS:]) < RATIO * _mean(alphas[:-SUSPICIOUS])
 
     def clear(self) -> None:
         self._seen.clear()

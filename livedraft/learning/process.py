@@ -48,7 +48,7 @@ def worker_command(
 ) -> list[str]:
     """The training process's command line. A module of its own, so the caller's script needs no main guard."""
     return [
-        sys.executable, "-m", "livedraft.learning.team", "--state", str(state), "--target", str(target),
+        sys.executable, "-m", "livedraft.learning", "--state", str(state), "--target", str(target),
         "--max-positions", str(max_positions), "--settings", json.dumps(asdict(config)),
         "--routing", json.dumps({**asdict(routing), "rules": []}),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The training process: `python -m livedraft.learning.team --state DIR --target FILE --settings JSON`. One worker a route,
+"""The training process: `python -m livedraft.learning --state DIR --target FILE --settings JSON`. One worker a route,
 taking turns, and the streams of traffic shared out among them.
 
 It talks to the serving process through the state folder only (store, registry, status rows, events), and ends when the pipe on
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -206,17 +204,6 @@ class Team:
             worker.streams = self.routing.streams_of(route)
 
 
-def end_with_parent() -> None:
-    """Leave as soon as the pipe on standard input closes: its other end lives in the serving process."""
-
-    def wait() -> None:
-        while sys.stdin.buffer.read(1):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="livedraft's training process; started by the serving process.")
     parser.add_argument("--state", type=Path, required=True)
@@ -225,7 +212,6 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="LearningConfig as JSON")
     parser.add_argument("--routing", default="{}", help="RoutingConfig as JSON")
     arguments = parser.parse_args()
-    end_with_parent()
     config = LearningConfig(**json.loads(arguments.settings))
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -252,7 +238,3 @@ def _is_final(error: UserError, state: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    main()

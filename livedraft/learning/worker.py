@@ -303,7 +303,8 @@ class Worker:
             return False
         self.reports.status("scoring")
         batch = self._to_score[:MAX_SCORED_A_TURN]
-        every = SCORED_WHILE_BUSY[self.config.level] if self.is_lively else 1
+        is_sample_enough = self.is_lively and not self.drift.is_suspicious
+        every = SCORED_WHILE_BUSY[self.config.level] if is_sample_enough else 1
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
             if row.id % every == 0:

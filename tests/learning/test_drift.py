@@ -39,3 +39,13 @@ def test_change_points():
     assert change_point([0.1] * 16) == 0
     assert change_point([0.3, 0.1, 0.2, 0.3, 0.1, 0.2, 0.15, 0.25]) == 0
     assert change_point([0.9] + [0.1] * 7) == 1
+
+
+def test_a_few_bad_requests_are_suspicious_and_no_drift_yet():
+    watch = DriftWatch()
+    assert watch.see(dict(enumerate([0.4] * 60))) is None
+    assert not watch.is_suspicious
+    assert watch.see({60: 0.1, 61: 0.1, 62: 0.1, 63: 0.1}) is None
+    assert watch.is_suspicious
+    assert watch.see(dict.fromkeys(range(64, 70), 0.4)) is None
+    assert not watch.is_suspicious
