@@ -7,7 +7,7 @@ are too short to be shared out, and one lane computes while another is at those.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,14 +16,14 @@ import torch
 T = TypeVar("T")
 
 
-def run_lanes(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Each job in a lane of its own, all at once; a single one in the caller's thread. What is not a lane's own must not change
-    meanwhile. Raises what a job raises, when all have ended."""
-    if len(jobs) == 1:
-        return [jobs[0]()]
+def run_lanes(num_lanes: int, lane: Callable[[int], T]) -> list[T]:
+    """`lane(number)` in a thread of its own each, all at once; a single one in the caller's. What is not a lane's own must not
+    change meanwhile. Raises what a lane raises, when all have ended."""
+    if num_lanes == 1:
+        return [lane(0)]
     num_threads = torch.get_num_threads()
-    pool = _pool(len(jobs), max(1, num_threads // len(jobs)))
-    futures = [pool.submit(job) for job in jobs]
+    pool = _pool(num_lanes, max(1, num_threads // num_lanes))
+    futures = [pool.submit(lane, number) for number in range(num_lanes)]
     errors = [future.exception() for future in futures]
     torch.set_num_threads(num_threads)  # a thread's count is its own, but the last one set is that of threads to come
     for error in errors:

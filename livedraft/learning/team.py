@@ -34,7 +34,7 @@ from livedraft.learning.worker import POLL_SECONDS, Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
 
 MAX_LOOKED_AT_A_TURN = 64
-RESTING_SECONDS = 0.5
+POLL_BESIDE_REQUESTS_SECONDS = 0.5
 """A turn looks into the database a few times: too much for ten times a second beside requests."""
 _MAX_CHANGES = 8
 
@@ -91,7 +91,7 @@ class Team:
             worker.reports.status("waiting for traces")
         while True:
             if not self.turn():
-                time.sleep(RESTING_SECONDS if self._is_beside_requests() else POLL_SECONDS)
+                time.sleep(POLL_BESIDE_REQUESTS_SECONDS if self._is_beside_requests() else POLL_SECONDS)
 
     def _is_beside_requests(self) -> bool:
         return self.config.level == "gentle" and any(worker.is_lively for worker in self.workers.values())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
@@ -56,7 +56,7 @@ class StepReport:
     """Positions the loss is the mean of: all, or those a reference selected."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Sums:
     loss: float = 0.0
     """Of the positions that are used; `loss_of_all`: of the others too."""
@@ -222,7 +222,7 @@ class Trainer:
         def lane(number: int) -> _Sums:
             return self._lane(leaves[number], batches[number::num_lanes], num_positions, between, selection)
 
-        sums = run_lanes([functools.partial(lane, number) for number in range(num_lanes)])
+        sums = run_lanes(num_lanes, lane)
         for name, parameter in self.parameters.items():
             gradients = [own[name].grad for own in leaves]
             parameter.grad = functools.reduce(_added, gradients)
@@ -267,8 +267,9 @@ class Trainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.ranks.add_up([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
-        totals = self.ranks.total([float(getattr(sums, each.name)) for each in fields(sums)])
-        return _Sums(*totals[:3], int(totals[3]), int(totals[4]), totals[5])
+        mine = asdict(sums)
+        totals = dict(zip(mine, self.ranks.total([float(value) for value in mine.values()]), strict=True))
+        return _Sums(**{name: type(mine[name])(total) for name, total in totals.items()})
 
     def _refuse_bad_step(self, norm: torch.Tensor, loss: float) -> None:
         """One NaN would make every weight NaN for good; a loss far above that of a uniform guess comes from a model that has
@@ -376,7 +377,7 @@ class Trainer:
                 return score_batches(scorer, batches[number::num_lanes], self._collated, between)
 
         scores: dict[int, Score] = {}
-        for own in run_lanes([functools.partial(lane, number) for number in range(num_lanes)]):
+        for own in run_lanes(num_lanes, lane):
             scores |= own
         self.flops += 2.0 * scorer.weights.num_weights * sum(example.num_tokens for example in examples)
         return [scores[id(example)] for example in examples]

@@ -2,7 +2,8 @@
 candidates to the gate. It runs in the training process (`team.py`).
 
 One turn:
-  1. score what is new with the version that served it (prequential: score first, train later);
+  1. score what is new with the version that served it (prequential: score first, train later); at level `gentle`, while
+     requests come, a sample of it;
   2. test a frozen candidate when evidence it has not trained on is there; one that passes goes to the watch as a canary;
   3. when enough was learnt since the last one, freeze a candidate: at once if what has just arrived is evidence enough (it is
      not trained on yet), else when there is nothing left to train on;

@@ -28,33 +28,35 @@ def test_each_job_has_a_thread_of_its_own_and_the_callers_count_stays(threads):
     threads(2)
     together = threading.Barrier(2)  # fails unless both run at once
 
-    def job():
+    def lane(_number):
         together.wait(timeout=20)
         return threading.current_thread().name, torch.get_num_threads()
 
-    (one, own), (other, others) = run_lanes([job, job])
+    (one, own), (other, others) = run_lanes(2, lane)
     assert one != other
     assert own == others == 1
     assert torch.get_num_threads() == 2
-    assert run_lanes([threading.current_thread]) == [threading.current_thread()]
+    assert run_lanes(1, lambda _number: threading.current_thread()) == [threading.current_thread()]
 
 
 def test_what_a_lane_raises_is_raised_when_all_have_ended(threads):
     threads(2)
     ended = []
 
-    def bad():
-        raise ArithmeticError("bad lane")
+    def lane(number):
+        if number == 0:
+            raise ArithmeticError("bad lane")
+        ended.append(number)
 
     with pytest.raises(ArithmeticError, match="bad lane"):
-        run_lanes([bad, lambda: ended.append(1)])
+        run_lanes(2, lane)
     assert ended == [1]
 
 
-def stepped(examples, *, num_threads, threads, selection=None):
+def stepped(examples, *, num_threads, threads, selection=None, uses_bf16=False):
     threads(num_threads)
     made = trainer(micro_batch_tokens=64, loss="forward_kl")
-    made.uses_bf16 = False
+    made.uses_bf16 = uses_bf16
     reports = [made.step(examples, selection=selection) for _ in range(3)]
     return made, reports
 
@@ -73,6 +75,18 @@ def test_two_lanes_learn_what_one_does(examples, threads, is_selecting):
     again, _ = stepped(examples, num_threads=2, threads=threads, selection=selection)
     for name, parameter in side_by_side.parameters.items():
         assert torch.equal(again.parameters[name], parameter)  # to go on after a kill as if there had been none
+
+
+def test_lanes_share_no_cast_of_a_weight(examples, threads):
+    """Casts are kept for a step, and made without gradients where positions are selected: each lane must have its own."""
+    selection = Selection(reference=one_layer_draft(), fraction=0.5)
+    fields = {"threads": threads, "selection": selection, "uses_bf16": True}
+    alone, of_one = stepped(examples, num_threads=1, **fields)
+    for _ in range(3):
+        side_by_side, of_two = stepped(examples, num_threads=2, **fields)
+        assert of_two[-1].loss == pytest.approx(of_one[-1].loss, rel=0.02)
+        for name, parameter in alone.parameters.items():
+            torch.testing.assert_close(side_by_side.parameters[name], parameter, atol=0.01, rtol=0.01)
 
 
 def test_scores_do_not_depend_on_the_lanes(examples, threads):
