@@ -366,12 +366,12 @@ class LLM:
 
     def serving_report(self) -> dict[str, Any]:
         """What serving has used, for the share that training takes."""
-        loop = self._loop
+        busy, idle = self._loop.busy_and_idle_seconds() if self._loop else (None, None)
         return {
             "draft_version": self.engine.draft_version,
             "serve_flops": self.serve_flops,
-            "busy_seconds": loop.busy_seconds if loop else None,
-            "idle_seconds": loop.idle_seconds if loop else None,
+            "busy_seconds": busy,
+            "idle_seconds": idle,
             "peak_flops_per_second": self.peak_flops_per_second,
         }
 

@@ -7,6 +7,7 @@ trainer look at them several times a second. Everything raises UserError with a 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,25 +152,28 @@ def learning_status(state: Path) -> dict[str, Any]:
     store, registry = TraceStore(state), Registry(state)
     version, canary = registry.in_service(DEFAULT_ROUTE), registry.canary(DEFAULT_ROUTE)
     others = [route for route in registry.routes() if route != DEFAULT_ROUTE]
+    by_route = {route: read_status(state, trainer_status_name(route)) for route in others}
     return {
         "in_service": version.id if version else None,
         "canary": canary.id if canary else None,
-        "routes": {route: read_status(state, trainer_status_name(route)) for route in others},
+        "routes": by_route,
         "paused": bool(controls["paused"]),
         "server_running": bool(serving) and time.time() - serving["updated_at"] < _STALE_SECONDS,
         **store.summary(),
         "trainer": {key: value for key, value in trainer.items() if key != "updated_at"},
         "serving": {key: value for key, value in serving.items() if key != "updated_at"},
-        **_shares(trainer, serving),
+        **_shares([trainer, *by_route.values()], serving),
     }
 
 
-def _shares(trainer: dict[str, Any], serving: dict[str, Any]) -> dict[str, float | None]:
-    """Of the time without requests, and of what serving computed; both since the processes started."""
+def _shares(trainers: Sequence[dict[str, Any]], serving: dict[str, Any]) -> dict[str, float | None]:
+    """What the trainers of all routes took of the time without requests, and of what serving computed; both since the
+    processes started."""
     idle, flops = serving.get("idle_seconds"), serving.get("serve_flops")
+    known = [trainer for trainer in trainers if trainer]
     return {
-        "spare_share": trainer["train_seconds"] / idle if idle and trainer else None,
-        "flops_share": trainer["train_flops"] / flops if flops and trainer else None,
+        "spare_share": sum(one["train_seconds"] for one in known) / idle if idle and known else None,
+        "flops_share": sum(one["train_flops"] for one in known) / flops if flops and known else None,
     }
 
 

@@ -63,6 +63,7 @@ class Upkeep:
             self._events.emit("versions_found", versions=versions)
         if traces:
             self._events.emit("traces_found", num_traces=traces)
+        self._say_what_was_set_aside(self._store)
 
     def start(
         self,
@@ -88,10 +89,15 @@ class Upkeep:
                 rows.append((token_ids, trace.client_key, trace.arrived_at))
                 num_tokens += len(token_ids)
             time.sleep(_BREATH_SECONDS)
+        self._say_what_was_set_aside(store)
         for token_ids, client_key, at in reversed(rows):
             texts.add(token_ids, client_key, at=at)
             time.sleep(_BREATH_SECONDS)
         return texts if read_controls(self._state)["forget"] == forgotten else None
+
+    def _say_what_was_set_aside(self, store: TraceStore) -> None:
+        if store.num_set_aside:
+            self._events.emit("shards_set_aside", num_shards=store.num_set_aside)
 
     def look_now_and_then(self) -> None:
         """On a thread of its own, where no swap watcher does it."""

@@ -6,8 +6,9 @@ from livedraft import upkeep as room
 from livedraft.config import LearningConfig
 from livedraft.drafts.database import read_events, read_status, set_control
 from livedraft.events import Events
-from livedraft.learning.store import TraceStore
+from livedraft.learning.store import Streams, TraceStore
 from livedraft.records import UserError
+from livedraft.speculation.suffix import Traffic
 from livedraft.upkeep import Upkeep
 from tests.learning.toy import served_traces
 
@@ -73,6 +74,21 @@ def test_a_clock_that_is_set_deletes_nothing_for_an_hour(made, clock, tmp_path, 
         clock.pass_by(1800)
         made.look()
     assert len(TraceStore(tmp_path).rows()) == 2
+
+
+def test_shards_that_cannot_be_read_at_start_are_said(tmp_path, clock):
+    store = TraceStore(tmp_path)
+    store.append(served_traces(2))
+    (store.folder / "shard-lost.safetensors").write_bytes(b"half of it")  # no rows: looked at at start
+    events = Events()
+    seen = []
+    events.subscribe(seen.append)
+    made = Upkeep(tmp_path, config=LearningConfig(), events=events)
+    assert [event["num_shards"] for event in seen if event["event"] == "shards_set_aside"] == [1]
+    row = store.rows()[0]
+    (store.folder / row.shard).write_bytes(b"half of it")
+    made.read_texts(Streams(), Traffic(100), 100)
+    assert [event["event"] for event in seen].count("shards_set_aside") == 2
 
 
 def test_status_controls_and_events_reach_the_folder_and_the_engine(made, clock, tmp_path):

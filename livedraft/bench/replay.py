@@ -243,6 +243,7 @@ def _fields(result: ArmResult, traces: Sequence[Trace]) -> dict[str, Any]:
         segments.setdefault(trace.request_id.split("#")[0], []).append(alpha)
     version = result.versions[min(_LOOK_AT_REQUEST, len(alphas)) - 1]
     return {
+        "requests": len(alphas),
         "alpha_by_100": _means(alphas, 100),
         "alpha_window_50": _means(alphas, 50),
         "alpha_first_100": _mean(alphas[:100]),

@@ -8,7 +8,7 @@ import json
 from dataclasses import MISSING, fields
 from typing import Any, get_args
 
-from livedraft.config import LOSSES, DistillConfig, DistillRunConfig, RouteKind
+from livedraft.config import LOSSES, DistillConfig, DistillRunConfig, RouteKind, VllmConfig
 from livedraft.settings import OTHER_VARIABLES, SECTIONS, Settings
 
 _HEAD = """# Configuration
@@ -37,6 +37,7 @@ _ABOUT = {
     "routing": "Several drafts: which requests get one of their own (`docs/routes.md`). A rule is a table `[[routing.rules]]` "
     "with `route` and at least one of `api_key`, `language` and `system_prompt_contains`; all that is given must hold.",
     "server": "HTTP: addresses, keys, limits.",
+    "vllm": "`livedraft vllm serve` only (`docs/vllm.md`, which also says which of the tables above it heeds).",
     "run": "`livedraft distill` only: what it works on.",
     "distill": "`livedraft distill` only: how it trains.",
 }
@@ -72,6 +73,7 @@ def reference() -> str:
     parts = [_HEAD]
     for section, kind in SECTIONS.items():
         parts.append(f"## [{section}]\n\n{_ABOUT[section]}\n\n{_table(kind)}")
+    parts.append(f"## [vllm]\n\n{_ABOUT['vllm']}\n\n{_table(VllmConfig)}")
     parts.append("## Other environment variables\n\n| variable | meaning |\n|---|---|\n")
     parts[-1] += "".join(f"| `{name}` | {text} |\n" for name, text in OTHER_VARIABLES.items())
     parts.append(

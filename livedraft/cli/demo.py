@@ -39,12 +39,14 @@ from livedraft.records import DEFAULT_ROUTE, SamplingParams, UserError
 from livedraft.speculation.stats import SpeculationStats
 
 NUM_HELD_OUT_PROMPTS = 10
-HELD_OUT_MAX_TOKENS = 32
-NUM_ALTERNATIONS = 3
+HELD_OUT_MAX_TOKENS = 64
+"""Of the stream's 96: an answer cut too short is mostly its prompt, which no draft shortens."""
+NUM_ALTERNATIONS = 2
 NUM_FIRST_REQUESTS = 10
 SHORT_STREAM, SHORT_STREAM_BURST, SHORT_STREAM_INTERVAL = 100, 8, 8.5
 BURST, INTERVAL = 24, 17.5
-"""Requests that arrive together, and seconds from one burst to the next: what is left after serving is spare compute."""
+"""Requests that arrive together, and seconds from one burst to the next at most: what is left after serving is spare compute.
+A trainer that has done what it can before is not waited for."""
 SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_START_SECONDS, LONGEST_SETTLE_SECONDS = 15.0, 12.0
 
@@ -122,7 +124,8 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
         answers += serve_together(llm, requests, partial(log.tick, llm, len(answers)))
         next_burst = started + number * interval
         pause_end = max(next_burst, time.monotonic() + SHORTEST_PAUSE_SECONDS)
-        while time.monotonic() < pause_end:  # no request: the compute a real service leaves idle between its peaks
+        # No request: the compute a real service leaves idle between its peaks.
+        while time.monotonic() < pause_end and not _has_settled(llm, len(answers)):
             log.tick(llm, len(answers))
             time.sleep(0.1)
     return answers
@@ -130,18 +133,23 @@ def _serve_stream(llm: LLM, prompts: list[str], sampling: SamplingParams, log: _
 
 def _wait_until_settled(llm: LLM, num_requests: int, log: _Log) -> list[TraceRow]:
     """The stream is over: the trainer scores the last requests and finishes what it has; returns the scored rows."""
-    state = llm.state
-    assert state is not None
-    store = TraceStore(state)
 
     def is_settled() -> bool:
         log.tick(llm, num_requests)
-        rows = store.rows()
-        is_scored = len(rows) == num_requests and all(row.alpha is not None for row in rows)
-        return is_scored and read_status(state, "trainer").get("status") == "waiting for traces"
+        return _has_settled(llm, num_requests)
 
     _wait_for(is_settled, LONGEST_SETTLE_SECONDS)
-    return [row for row in store.rows() if row.alpha is not None]
+    assert llm.state is not None
+    return [row for row in TraceStore(llm.state).rows() if row.alpha is not None]
+
+
+def _has_settled(llm: LLM, num_requests: int) -> bool:
+    """Has the trainer scored so many requests, and nothing left that it could do with them?"""
+    assert llm.state is not None
+    if read_status(llm.state, "trainer").get("status") != "waiting for traces":
+        return False
+    rows = TraceStore(llm.state).rows()
+    return len(rows) == num_requests and all(row.alpha is not None for row in rows)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:

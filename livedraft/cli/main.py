@@ -141,7 +141,9 @@ def export_target(
         if type != "bf16":
             raise typer.BadParameter("--format hf writes bf16; leave --type out.")
         config = export_folder(model, file)
-        print(f"{config.family} with {config.num_layers} layers written to {file} as bf16.")
+        said = f"{config.family} with {config.num_layers} layers written to {file} as bf16."
+        done = {"folder": str(file), "family": config.family, "num_layers": config.num_layers, "type": "bf16"}
+        print(json.dumps(done) if as_json else said)
         return
     from livedraft.models.export_gguf import export_gguf
 

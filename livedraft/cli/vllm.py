@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from livedraft.cli.options import ConfigFile, State
+from livedraft.cli.options import ConfigFile, Json, State
 
 app = typer.Typer(no_args_is_help=True, help="Serve with vLLM and learn beside it.")
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
@@ -74,9 +75,12 @@ def serve(
 
 
 @app.command("probe")
-def probe(python: Annotated[Path, typer.Argument(help="The interpreter of vLLM's environment.")]) -> None:
+def probe(
+    python: Annotated[Path, typer.Argument(help="The interpreter of vLLM's environment.")], as_json: Json = False
+) -> None:
     """Say whether the vLLM installed there can be used."""
     from livedraft.integrations.vllm.launch import look_at
 
     found = look_at(python)
-    print(f"vLLM {found.version} on {'CPU' if found.is_cpu else 'GPU'}: supported.")
+    done = {"vllm": found.version, "device": "cpu" if found.is_cpu else "gpu", "supported": True}
+    print(json.dumps(done) if as_json else f"vLLM {found.version} on {'CPU' if found.is_cpu else 'GPU'}: supported.")

@@ -209,7 +209,7 @@ class Engine:
         self.drafting.take_up_offer([*self.scheduler.running, *self.scheduler.waiting])
 
     def forget_prefixes(self) -> None:
-        """From any thread: nothing that finished requests wrote is reused from the next round on."""
+        """From any thread: nothing that requests up to now wrote is reused by later ones, from the next round on."""
         self._forgets_prefixes = True
 
     def offer_texts(self, route: str, texts: Traffic) -> None:
@@ -259,6 +259,8 @@ class Engine:
         if self._forgets_prefixes:
             self._forgets_prefixes = False
             self._offered_texts.clear()
+            for state in (*self.scheduler.running, *self.scheduler.waiting):
+                state.leaves_nothing = True  # whose they are is not known here
             for traffic in self.traffic.values():
                 traffic.forget()
             for slot in self.prefixes.forget():
@@ -461,8 +463,9 @@ class Engine:
             if reason == "error":
                 self._clear_slot(state)
             else:
-                self._keep_prefix(state)
-                self._keep_text(state)
+                if not state.leaves_nothing:
+                    self._keep_prefix(state)
+                    self._keep_text(state)
                 self._hand_trace_over(state)
         except Exception as error:  # its answer is complete; what fails here is for later requests only
             logger.exception("The end of request %s failed.", state.request.id)

@@ -40,10 +40,9 @@ class EngineLoop:
         self._closing = False
         self._num_finished: dict[str, int] = {}
         self._num_prompt_tokens = self._num_output_tokens = 0
-        self.busy_seconds = self.idle_seconds = 0.0
-        """With and without work, until the last change."""
-        self._busy: tuple[float, float | None] = (0.0, None)
-        """`busy_seconds`, and since when there is work again: in one piece, for other threads."""
+        self._spent: tuple[float, float, bool, float] = (0.0, 0.0, False, time.monotonic())
+        """Seconds with work and without, until the last change; whether there is work since then, and when that was. In one
+        piece, for other threads."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -68,12 +67,17 @@ class EngineLoop:
         self._wake.set()
         self._thread.join()
 
+    def busy_and_idle_seconds(self) -> tuple[float, float]:
+        """With work and without, up to now."""
+        busy, idle, is_busy, since = self._spent
+        passed = time.monotonic() - since
+        return (busy + passed, idle) if is_busy else (busy, idle + passed)
+
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters. Read without a lock: each figure is whole, two of them may be a round apart."""
         engine = self.engine
         running, waiting = list(engine.scheduler.running), len(engine.scheduler.waiting) + len(self._inbox)
         num_slots = engine.config.max_num_seqs
-        busy_seconds, since = self._busy
         return {
             "num_requests_running": len(running),
             "num_requests_waiting": waiting,
@@ -87,7 +91,7 @@ class EngineLoop:
             "num_emitted_tokens": engine.stats.num_emitted_tokens,
             "finished": dict(self._num_finished),
             "speculation": list(engine.stats_by_version.items()),
-            "busy_seconds": busy_seconds + (0.0 if since is None else time.monotonic() - since),
+            "busy_seconds": self.busy_and_idle_seconds()[0],
             "estimated_seconds": engine.estimate.seconds,
             "estimated_plain_seconds": engine.estimate.plain_seconds,
             "drafts": engine.drafting.report(max(1, len(running))),
@@ -101,7 +105,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # a thread has its own count, and the swap watcher sets another
-        is_busy, changed_at = False, time.monotonic()
+        is_busy = False
         while True:
             self._wake.clear()
             if self._closing:  # looked at after the clear, or a wake-up by `close` could be lost
@@ -109,13 +113,9 @@ class EngineLoop:
             while self._inbox:
                 self._guarded(self._inbox.popleft())
             if self.engine.has_work != is_busy:
-                now = time.monotonic()
-                if is_busy:
-                    self.busy_seconds += now - changed_at
-                else:
-                    self.idle_seconds += now - changed_at
-                is_busy, changed_at = not is_busy, now
-                self._busy = self.busy_seconds, now if is_busy else None
+                spent = self.busy_and_idle_seconds()
+                is_busy = not is_busy
+                self._spent = (*spent, is_busy, time.monotonic())
                 self._on_busy(is_busy)
             if is_busy:
                 self._guarded(self._round)

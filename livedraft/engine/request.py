@@ -59,6 +59,8 @@ class RequestState:
     round_num_accepted: int = 0
     round_proposer: str | None = None
     """Of the last round, for whoever shows tokens by where they come from."""
+    leaves_nothing: bool = False
+    """Somebody's traces were deleted while it ran: neither its text nor its keys and values are kept for later requests."""
     num_delivered: int = 0
     """Output tokens already handed over by the serving loop."""
 

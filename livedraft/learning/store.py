@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,9 @@ from livedraft.records import TRACE_SCHEMA_VERSION, SamplingParams, Trace, UserE
 _MAX_OPEN_SHARDS = 8
 _BEING_WRITTEN_SECONDS = 2.0
 """A younger shard without rows may get them any moment, from a server at work."""
+_EVERYBODY = "everybody"
+_LONGEST_REQUEST_SECONDS = 86400.0
+"""For so long a deletion is remembered, for requests that were running then."""
 _UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError)
 """What reading a damaged shard raises."""
 
@@ -87,14 +90,25 @@ class TraceStore:
         self._open_shards: OrderedDict[str, list[Trace]] = OrderedDict()
 
     def append(self, traces: Sequence[Trace]) -> None:
-        """Write one shard, then its rows. Raises OSError or UserError when the disk is full; then nothing is stored."""
-        name = f"shard-{uuid.uuid4().hex}.safetensors"
+        """Write one shard, then its rows; what arrived before its client's traces were deleted is left out. Raises OSError or
+        UserError when the disk is full; then nothing is stored."""
+        name = _new_name()
         self._write(traces, name)
         try:
-            self._add_rows(traces, name)
+            self._enter(traces, name)
         except BaseException:
             self._forget_file(name)  # nobody would find it, not even a deletion
             raise
+
+    def _enter(self, traces: Sequence[Trace], name: str, *, is_found_again: bool = False) -> int:
+        """Rows for a shard that is written, or for a smaller one where some of it must not be kept; returns how many."""
+        kept = self._add_rows(traces, name, is_found_again=is_found_again)
+        if len(kept) < len(traces):
+            if kept:
+                self._write(kept, smaller := _new_name())
+                self._enter(kept, smaller, is_found_again=is_found_again)
+            self._forget_file(name)
+        return len(kept)
 
     def _write(self, traces: Sequence[Trace], name: str) -> None:
         """A whole shard or none."""
@@ -109,8 +123,19 @@ class TraceStore:
             temporary.unlink(missing_ok=True)
             raise OSError(f"trace shard not written: {error}") from error
 
-    def _add_rows(self, traces: Sequence[Trace], name: str, *, is_found_again: bool = False) -> None:
+    def _add_rows(self, traces: Sequence[Trace], name: str, *, is_found_again: bool = False) -> Sequence[Trace]:
+        """All of them, or none when some must not be kept any more; returns those that may be."""
         with open_database(self.state) as database:
+            database.execute("BEGIN IMMEDIATE")  # a deletion either finds these rows, or is seen here
+            # A deletion in the future was made while the clock was wrong.
+            deleted = dict(
+                database.execute(
+                    "SELECT whose, max(at) FROM deletions WHERE at <= ? GROUP BY whose", (time.time(),)
+                ).fetchall()
+            )
+            kept = [trace for trace in traces if not _is_deleted(trace, deleted)]
+            if len(kept) < len(traces):
+                return kept
             database.executemany(
                 "INSERT INTO traces (request_id, route, created_at, is_held_out, shard, row, num_output_tokens,"
                 " draft_version, client_key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -129,6 +154,7 @@ class TraceStore:
                     for row, trace in enumerate(traces)
                 ],
             )
+        return traces
 
     def rows(self, *, after_id: int = 0, streams: Streams | None = None, limit: int = 10_000) -> list[TraceRow]:
         """Rows newer than `after_id`, oldest first; of some streams only."""
@@ -234,8 +260,7 @@ class TraceStore:
             if any(trace.request_id in known_ids for trace in traces):
                 path.unlink()
                 continue
-            self._add_rows(traces, path.name, is_found_again=True)
-            num_found += len(traces)
+            num_found += self._enter(traces, path.name, is_found_again=True)
         return num_found
 
     # --- limits and deletion ----------------------------------------------------------------------------------------
@@ -266,6 +291,7 @@ class TraceStore:
 
     def delete_all(self) -> int:
         """Every trace, of everybody, with whatever is damaged."""
+        self._note_deletion(_EVERYBODY)
         with self._alone():
             with open_database(self.state) as database:
                 count: int = database.execute("SELECT count(*) FROM traces").fetchone()[0]
@@ -284,6 +310,7 @@ class TraceStore:
 
         Raises UserError, and can be done again, when the disk is full or the database in use.
         """
+        self._note_deletion(_whose(client_key))
         with self._alone():
             self._adopt_lost_shards(youngest_seconds=_BEING_WRITTEN_SECONDS)
             with open_database(self.state) as database:
@@ -301,6 +328,12 @@ class TraceStore:
             self._remove_damaged()
         scrub_database(self.state)
         return len(found)
+
+    def _note_deletion(self, whose: str) -> None:
+        """Before anything is looked for: requests that run now are written later, and must not be."""
+        with open_database(self.state) as database:
+            database.execute("DELETE FROM deletions WHERE at < ?", (time.time() - _LONGEST_REQUEST_SECONDS,))
+            database.execute("INSERT INTO deletions (whose, at) VALUES (?, ?)", (whose, time.time()))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -325,7 +358,7 @@ class TraceStore:
         if not kept:
             self._remove_shard(shard)
             return
-        name = f"shard-{uuid.uuid4().hex}.safetensors"
+        name = _new_name()
         self._write([trace for _, trace in kept], name)
         with open_database(self.state) as database:
             for row in doomed:
@@ -353,6 +386,21 @@ class TraceStore:
             os.replace(path, path.with_suffix(".damaged"))
         with open_database(self.state) as database:
             database.execute("DELETE FROM traces WHERE shard = ?", (shard,))
+
+
+def _new_name() -> str:
+    return f"shard-{uuid.uuid4().hex}.safetensors"
+
+
+def _whose(client_key: str) -> str:
+    """A client as deletions name it: their own key must be in no file any more."""
+    return hashlib.blake2b(client_key.encode(), digest_size=16).hexdigest()
+
+
+def _is_deleted(trace: Trace, deleted: Mapping[str, float]) -> bool:
+    """Did it arrive before a deletion that means it?"""
+    latest = max(deleted.get(_EVERYBODY, 0.0), deleted.get(_whose(trace.client_key), 0.0) if deleted else 0.0)
+    return trace.arrived_at <= latest
 
 
 # --- traces in memory -----------------------------------------------------------------------------------------------

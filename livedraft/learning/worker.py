@@ -58,7 +58,8 @@ EVIDENCE_WHILE_BUSY = {"gentle": 64, "on": MAX_EVIDENCE, "eager": MAX_EVIDENCE}
 """Requests that the gate asks about: scoring hundreds under two versions costs as much as hundreds of requests trained on."""
 LIVELY_SECONDS = 5.0
 """For so long after one was seen running, requests come."""
-CHECKPOINT_SECONDS = 60.0
+CHECKPOINT_SECONDS, IDLE_CHECKPOINT_SECONDS = 60.0, 10.0
+"""From one checkpoint to the next while there is work, and when there is none any more: then a kill loses no step."""
 MAX_READ_A_TURN, MAX_SCORED_A_TURN = 256, 16
 """After a pause or an import thousands may wait: operators are heeded, candidates tested and steps taken in between."""
 LONG_IDLE_SECONDS = 30.0
@@ -146,6 +147,7 @@ class Worker:
         """Training has had its share: nothing is due before serving's figures move on."""
         self._checkpoint_path = state / checkpoint_name(route)
         self._checkpointed_at = time.monotonic()
+        self._has_unsaved = False
         self.registry.reject_candidates(route)  # of a process that ended before their test
         self._resume()
         # The version in service may have learnt more than the checkpoint knows of; that is no evidence. (Ids begin again where
@@ -166,8 +168,10 @@ class Worker:
             self.reports.problem(str(error))
             is_active = False
             time.sleep(10 * POLL_SECONDS)
-        if not is_active and not self.controls["paused"] and not self.is_resting:
-            self.reports.status("waiting for traces")
+        if not is_active:
+            self._checkpoint_now_and_then(IDLE_CHECKPOINT_SECONDS)
+            if not self.controls["paused"] and not self.is_resting:
+                self.reports.status("waiting for traces")
         return is_active
 
     def turn(self) -> bool:
@@ -182,7 +186,7 @@ class Worker:
         self._try_earlier()
         if self._test_candidate():
             return True
-        self._checkpoint_now_and_then()
+        self._checkpoint_now_and_then(CHECKPOINT_SECONDS)
         is_due = self._is_candidate_due()
         if is_due and self._is_enough(self.memory.evidence(self.memory.newest_trained_id)):
             self._freeze_candidate()
@@ -227,6 +231,8 @@ class Worker:
         self._to_score = [(row, example) for row, example in self._to_score if row.id in left]
         self.versions.forget_all_but(left)
         self.store.close_shards()
+        if self._checkpoint_path.exists():
+            self.checkpoint()  # the one on disk counts prompts that are gone
 
     def _follow_service(self) -> None:
         """The watch has decided on the canary, or an operator put another version into service."""
@@ -257,6 +263,7 @@ class Worker:
         self.drift.clear()  # another version's acceptance says nothing about the traffic
         self.candidate = self.rate_trial = None
         self.trainer.restart_from(weights)
+        self._has_unsaved = True
         if "rolled back" in reason:
             self.num_rolled_back += 1
             self.num_since_candidate = 0
@@ -410,6 +417,7 @@ class Worker:
 
     def _step(self, batch: list[Example]) -> None:
         self.memory.count_use(batch)
+        self._has_unsaved = True
         self.num_train_tokens += sum(example.num_tokens for example in batch)
         reference = self.reference.at(self.memory.num_trained, _mean(self.drift.recent), self.trainer)
         try:
@@ -590,14 +598,13 @@ class Worker:
 
     # --- surviving a kill -------------------------------------------------------------------------------------------
 
-    def _checkpoint_now_and_then(self) -> None:
-        is_due = time.monotonic() - self._checkpointed_at > CHECKPOINT_SECONDS
-        if is_due and self.trainer.num_steps:
+    def _checkpoint_now_and_then(self, seconds: float) -> None:
+        if self._has_unsaved and time.monotonic() - self._checkpointed_at > seconds:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Whole or not at all. A full disk costs the checkpoint, not the training."""
-        self._checkpointed_at = time.monotonic()
+        self._checkpointed_at, self._has_unsaved = time.monotonic(), False
         counters = {
             **self.memory.counters(),
             "num_since_candidate": self.num_since_candidate,

@@ -9,6 +9,7 @@ import platformdirs
 
 from livedraft.draft_source import is_whole_model
 from livedraft.drafts.database import read_controls, read_status
+from livedraft.learning.process import trainer_status_name
 from livedraft.llm import LLM
 from livedraft.models.open import is_native
 from livedraft.models.pull import resolve_model
@@ -74,7 +75,7 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
         "trial_running": float(llm.swap is not None and llm.swap.trial is not None),
     }
     try:
-        status = read_status(llm.state, "trainer")
+        statuses = [read_status(llm.state, trainer_status_name(route)) for route in llm.engine.drafting.routes]
     except (sqlite3.Error, UserError):  # locked just now, or the disk is full: /metrics is needed most then
         return gauges
     names = (
@@ -87,7 +88,7 @@ def _learning_gauges(llm: LLM) -> dict[str, float]:
         "num_drifts",
     )
     serving = {name: value for name, value in llm.serving_report().items() if isinstance(value, float)}
-    return gauges | serving | {name: float(status[name]) for name in names if name in status}
+    return gauges | serving | {name: float(sum(status.get(name, 0.0) for status in statuses)) for name in names}
 
 
 def _banner(llm: LLM, name: str) -> list[tuple[str, str]]:

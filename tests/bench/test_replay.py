@@ -1,5 +1,6 @@
 """`bench replay` on a tiny model over the real command line: live, recorded again, the other arms."""
 
+import importlib.util
 import json
 
 import pytest
@@ -64,6 +65,7 @@ def test_the_live_arm_is_its_recorded_rerun(model_folder, prompt_files, tmp_path
     assert recorded["alpha_first_100"] == pytest.approx(live["alpha_first_100"], abs=0.01)
     for one, other in zip(recorded["alpha_window_50"], live["alpha_window_50"]):
         assert one == pytest.approx(other, abs=0.02)
+    assert all(KEYS <= arm.keys() and arm["requests"] == 56 for arm in arms.values())
     for learnt in (recorded, arms["osd"]):
         assert learnt["alpha_last_100"] > arms["static:INIT"]["alpha_last_100"]
     learnt = arms[f"static:{live['last_version']}"]
@@ -85,7 +87,9 @@ def test_recording_alone_is_plain_and_segments_are_kept_apart(model_folder, prom
         )
         assert fields["versions_promoted"] == 0
         assert [segment["name"] for segment in fields["segments"]] == [prompts.stem]
-    both = replay("--model", model_folder, *files, "--limit", 10, "--shift", "--arm", "static:INIT")
+    plot = ("--plot", tmp_path / "curve.svg") if importlib.util.find_spec("matplotlib") else ()
+    both = replay("--model", model_folder, *files, "--limit", 10, "--shift", "--arm", "static:INIT", *plot)
+    assert not plot or "</svg>" in plot[1].read_text()
     assert [(s["name"], s["requests"]) for s in both["segments"]] == [("sums", 10), ("words", 10), ("sums again", 10)]
 
 

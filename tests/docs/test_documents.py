@@ -9,7 +9,7 @@ import typer
 
 from livedraft.cli.config import field_documents, reference
 from livedraft.cli.main import app
-from livedraft.config import DistillConfig, DistillRunConfig
+from livedraft.config import DistillConfig, DistillRunConfig, VllmConfig
 from livedraft.settings import SECTIONS
 from tests.docs.markdown import FILES, ROOT, Block, anchors, blocks, inline_code, links, words
 
@@ -118,6 +118,6 @@ def test_the_configuration_reference_is_fresh():
 
 
 def test_every_setting_says_what_it_is():
-    for kind in (*SECTIONS.values(), DistillRunConfig, DistillConfig):
+    for kind in (*SECTIONS.values(), VllmConfig, DistillRunConfig, DistillConfig):
         documents = field_documents(kind)
         assert [one.name for one in fields(kind) if len(documents.get(one.name, "")) < 8] == []

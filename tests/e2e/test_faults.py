@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import resource
@@ -11,16 +12,19 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import pytest
 
 from livedraft import LLM, SamplingParams
 from livedraft.config import LearningConfig
-from livedraft.drafts.database import DATABASE_NAME, read_events, read_status
-from livedraft.drafts.registry import Registry, new_version_id
+from livedraft.drafts.database import DATABASE_NAME, open_database, read_events, read_status
+from livedraft.drafts.registry import MANIFEST_NAME, Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from livedraft.events import Events
+from livedraft.learning.capture import conversation_key, load_secret
 from livedraft.learning.store import TraceStore
 from livedraft.records import DraftVersion
+from livedraft.tokenizer import load_tokenizer
 from tests.e2e.server_process import TINY_ENVIRONMENT, ServerProcess
 
 ROUTE = "default"
@@ -130,7 +134,6 @@ def kill_rounds(model_folder, state, count, seed):
     assert len(set(promoted)) > 1  # the rounds did change what serves
 
 
-@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_kills_at_random_moments(model_folder, tmp_path):
     kill_rounds(model_folder, tmp_path / "state", 5, seed=0)
@@ -167,6 +170,43 @@ def test_a_disk_that_fills_up_costs_traces_and_no_answer(model_folder, tmp_path)
         assert server.stop() == 0
     assert "traces_dropped" in names(read_events(state, limit=1000))
     assert_sound(state)
+
+
+@pytest.mark.timeout(180)
+def test_a_user_who_is_deleted_while_asking_is_in_no_file_any_more(model_folder, tmp_path):
+    """Text, ids in 32 and in 64 bits, and the client's key, over the whole state folder: with the trainer's checkpoint, what was
+    running, and what the server keeps when it ends. The others stay."""
+    state, secret = tmp_path / "state", "the secret of mrs weatherbottom"
+    with serve_tiny(model_folder, state, "--learn", "eager", "--admin-key", "boss") as server:
+
+        def say(prompt, user, max_tokens=24):
+            body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "user": user}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+        for number in range(12):
+            assert say(f"{secret}, part {number}", "mrs").status_code == 200
+            assert say(f"what others ask, part {number}", "others").status_code == 200
+        wait_for(lambda: read_status(state, "trainer").get("num_trained", 0) >= 4)
+        wait_for(lambda: list(state.glob("*checkpoint*")))
+        running = threading.Thread(target=say, args=(f"{secret}, the last part", "mrs", 400))
+        running.start()
+        time.sleep(0.2)
+        answer = httpx.delete(
+            f"{server.url}/admin/traces", params={"user": "mrs"}, headers={"Authorization": "Bearer boss"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        running.join()
+        assert say("one more of the others", "others").status_code == 200
+        wait_for(lambda: len(TraceStore(state).rows()) == 13)
+        wait_for(lambda: read_status(state, "trainer").get("status") == "waiting for traces")
+        assert server.stop() == 0
+    needles = [secret.encode(), conversation_key(["mrs"], load_secret(state)).encode()]
+    ids = load_tokenizer(model_folder).encode(secret)
+    needles += [np.array(ids, dtype=kind).tobytes() for kind in (np.int32, np.int64)]
+    files = [path for path in state.rglob("*") if path.is_file()]
+    found = [(path.name, needle) for path in files for needle in needles if needle in path.read_bytes()]
+    assert found == []
+    assert any(path.name.endswith(".safetensors") for path in files)
 
 
 # --- damage, in this process ----------------------------------------------------------------------------------------
@@ -210,6 +250,22 @@ def test_a_damaged_version_gives_way_to_the_last_good_one_at_start(model_folder,
     assert [e["version"] for e in seen if e["event"] == "draft_refused"] == [second]
     assert Registry(state).version(second)["status"] == "set_aside"
     assert Registry(state).in_service(ROUTE).id == first
+
+
+def test_a_version_trained_with_another_tokenizer_gives_way_too(model_folder, two_versions):
+    state, first, second = two_versions
+    path = Registry(state).drafts_folder / second / MANIFEST_NAME
+    manifest = json.loads(path.read_text()) | {"tokenizer_fingerprint": "another"}
+    path.write_text(json.dumps(manifest))
+    with open_database(state) as database:
+        database.execute("UPDATE versions SET manifest = ? WHERE id = ?", (json.dumps(manifest), second))
+    seen = []
+    with learning(model_folder, state, seen) as llm:
+        assert llm.engine.draft_version == first
+    refused = [event for event in seen if event["event"] == "draft_refused"]
+    assert [event["version"] for event in refused] == [second]
+    assert "another tokenizer" in refused[0]["reason"]
+    assert Registry(state).version(second)["status"] == "set_aside"
 
 
 def test_no_readable_version_at_all_starts_from_an_untrained_one(model_folder, two_versions):

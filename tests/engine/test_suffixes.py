@@ -70,6 +70,24 @@ def test_deletion_forgets_all_traffic_and_what_was_offered():
     assert served.traffic["default"].num_tokens == 0
 
 
+def test_requests_that_run_at_a_deletion_leave_nothing_behind():
+    config = EngineConfig(max_num_seqs=2, max_model_len=256)
+    served = engine(decoder(MODEL, num_slots=4, max_length=256), None, suffixes=True, k=None, config=config)
+    prompt = PROMPT * 8
+    running = served.add_request(request(prompt, 0))
+    served.step()
+    served.forget_prefixes()
+    while served.has_work:
+        served.step()
+    assert running.output_token_ids
+    assert all(traffic.num_tokens == 0 for traffic in served.traffic.values())
+    again = served.add_request(request(prompt, 1))
+    while served.has_work:
+        served.step()
+    assert again.num_cached_tokens == 0
+    assert served.traffic["default"].num_tokens > 0  # what comes later is kept again
+
+
 def test_texts_of_an_earlier_process_are_taken_over():
     served, earlier = suffixed(), suffixed()
     serve(earlier, [request(PROMPT, 0)])

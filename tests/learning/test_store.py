@@ -205,6 +205,34 @@ def test_a_deleted_client_is_nowhere_in_the_state_folder(tmp_path, traces):
         equal(left.read(row), trace)
 
 
+def test_what_arrived_before_a_deletion_is_not_stored_after_it(tmp_path, traces):
+    """Requests that ran meanwhile, of that client alone; later ones of the same client are."""
+    store, now = TraceStore(tmp_path), time.time()
+    before = dataclasses.replace(traces[0], client_key="a1", request_id="before", arrived_at=now - 5)
+    other = dataclasses.replace(traces[1], client_key="b2", request_id="other", arrived_at=now - 5)
+    store._write([before], "shard-lost.safetensors")  # its rows were just being written
+    os.utime(store.folder / "shard-lost.safetensors", (0, 0))
+    store.delete_client("a1")
+    after = dataclasses.replace(traces[2], client_key="a1", request_id="after", arrived_at=time.time() + 1)
+    store.append([before, other, after])
+    store.append([before])
+    assert [row.request_id for row in store.rows()] == ["other", "after"]
+    assert [store.read(row).request_id for row in store.rows()] == ["other", "after"]
+    assert len(list(store.folder.iterdir())) == 1
+    store.delete_all()
+    store.append([before, other])
+    assert not store.rows() and not list(store.folder.iterdir())
+
+
+def test_a_deletion_while_the_clock_was_wrong_keeps_nothing_out_for_long(tmp_path, traces, monkeypatch):
+    store, now = TraceStore(tmp_path), time.time()
+    with monkeypatch.context() as wrong:
+        wrong.setattr("livedraft.learning.store.time.time", lambda: now + 1e6)
+        store.delete_all()
+    store.append([dataclasses.replace(traces[0], arrived_at=now)])
+    assert len(store.rows()) == 1
+
+
 def test_a_state_of_the_first_schema_is_brought_up_to_date(tmp_path, traces):
     import sqlite3
 

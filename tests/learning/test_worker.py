@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 
 import pytest
 import torch
@@ -268,6 +269,34 @@ def test_a_kill_does_not_lose_that_a_candidate_was_asked_for(state):
     serve_into(state, 10, first=50)
     run_until_idle(third)
     assert third.num_candidates == 1  # asked once, offered once
+
+
+def test_when_work_runs_out_nothing_is_left_to_lose(state, monkeypatch):
+    """A kill costs what was learnt since the last checkpoint; an idle trainer has written one, and writes it once."""
+    monkeypatch.setattr("livedraft.learning.worker.IDLE_CHECKPOINT_SECONDS", 0.0)
+    made = worker(state, traces_per_candidate=1000)
+    serve_into(state, 12)
+    while made.safe_turn():
+        pass
+    again = worker(state, traces_per_candidate=1000)
+    assert again.trainer.num_steps == made.trainer.num_steps > 0
+    assert torch.equal(again.trainer.parameters["head"], made.trainer.parameters["head"])
+    written = made._checkpoint_path.stat().st_mtime_ns
+    made.safe_turn()
+    assert made._checkpoint_path.stat().st_mtime_ns == written
+
+
+def test_a_deletion_is_in_the_checkpoint_too(state):
+    made = worker(state, traces_per_candidate=1000)
+    serve_into(state, 12)
+    run_until_idle(made)
+    made.checkpoint()
+    assert made.memory.copies
+    made.store.delete_all()
+    set_control(state, "forget")
+    made.turn()
+    again = worker(state, traces_per_candidate=1000)
+    assert not again.memory.copies and again.trainer.num_steps == made.trainer.num_steps
 
 
 def test_a_restart_remembers_how_the_served_version_was_doing(state):
@@ -746,6 +775,37 @@ def test_a_flood_of_one_client_costs_the_others_little(tmp_path, state):
         assert made.memory.num_trained >= 36
         alphas[name] = sum(score.alpha for score in made.trainer.score(unseen)) / len(unseen)
     assert alphas["beside the flood"] > alphas["alone"] - 0.03, alphas
+
+
+def test_a_candidate_that_learnt_one_clients_flood_is_refused(tmp_path, state):
+    """It knows the flood's subject alone; what serves knows the others'. The flood is most of the traffic, and most of what has
+    come since."""
+    others = [dataclasses.replace(t, client_key=f"{n:016x}") for n, t in enumerate(served_traces(60))]
+    flood = [
+        dataclasses.replace(t, request_id=f"f{n}", client_key="f" * 16)
+        for n, t in enumerate(served_traces(240, first=500))
+    ]
+    learnt = {}
+    for name, traffic in {"others": others[:40], "flood": flood[:40]}.items():
+        folder = tmp_path / name
+        shutil.copytree(state, folder)
+        TraceStore(folder).append(traffic)
+        made = worker(folder, traces_per_candidate=1000)
+        run_until_idle(made)
+        learnt[name] = made.trainer.snapshot()
+    made = worker(state, traces_per_chunk=1000, traces_per_candidate=1000)
+    parent = made._publish(learnt["others"])
+    made.registry.serve(parent.id, "default", {})
+    made.turn()
+    candidate = made.candidate = made._publish(learnt["flood"])
+    started = time.monotonic()
+    TraceStore(state).append([*others[40:], *flood[40:]])
+    while made.candidate is not None:
+        assert made.turn()
+    print(f"refused within {time.monotonic() - started:.2f} s; it has drafted nothing")
+    row = made.registry.version(candidate.id)
+    assert row["status"] == "rejected", row
+    assert made.registry.in_service("default").id == parent.id
 
 
 # --- what cannot be used, what waits, what was there before ----------------------------------------------------------
