@@ -44,6 +44,11 @@ def ask(url, count, first=0, **more):
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
+def is_a_count(text):
+    """As the page writes one: 1,008."""
+    return text.replace(",", "").isdigit()
+
+
 def serve(model_folder, *arguments):
     return ServerProcess(model_folder, "--served-model-name", "m", "--dtype", "float32", *arguments, **TINY_ENVIRONMENT)
 
@@ -106,7 +111,7 @@ def test_an_empty_server_says_what_to_do_and_works_without_learning(model_folder
         assert "no state folder" in browser.text("#versions-note")
         ask(running.url, 2)
         browser.wait(lambda: not browser.text("#empty"))
-        assert browser.wait(lambda: browser.text("#speed").isdigit())
+        assert browser.wait(lambda: is_a_count(browser.text("#speed")))
         assert browser.complaints() == []
 
 
@@ -149,9 +154,8 @@ def test_the_curve_moves_a_promotion_appears_and_the_key_decides_who_may(server,
     browser.wait(lambda: not browser.run("return document.querySelector('#confirm').open"))
     browser.wait(lambda: "took draft" in browser.text("#events"))
     browser.wait(lambda: "rolled back" in browser.text("#acceptance-legend"))
-    complaints = [
-        line for line in browser.complaints() if "401" not in line
-    ]  # the browser's own word for the wrong key
+    ours = ("401", "willReadFrequently")  # the browser's own words for the wrong key, and for PIXELS
+    complaints = [line for line in browser.complaints() if not any(word in line for word in ours)]
     assert complaints == []
 
 
@@ -248,13 +252,13 @@ def test_the_past_is_there_after_a_restart_and_a_lost_server_is_noticed(model_fo
         browser.do.get(f"{running.url}/")
         browser.wait(lambda: browser.text("#phase") == "ready")
         ask(running.url, 3)
-        browser.wait(lambda: browser.text("#speed").isdigit())
+        browser.wait(lambda: is_a_count(browser.text("#speed")))
         assert running.stop() == 0
         browser.wait(lambda: "not connected" in browser.text("#phase"))
     browser.do.get("about:blank")
     browser.complaints()  # the browser may have said itself that nobody is there
     with serve(model_folder, *state) as running:
         browser.do.get(f"{running.url}/")
-        browser.wait(lambda: browser.text("#speed").isdigit())
+        browser.wait(lambda: is_a_count(browser.text("#speed")))
         assert not browser.text("#empty")
         assert browser.complaints() == []

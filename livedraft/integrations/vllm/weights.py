@@ -134,6 +134,14 @@ def swap(worker: Any, staged: Staged) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def prepare(worker: Any) -> None:
+    """Before the first swap: what it imports takes most of a second on a busy machine, and requests would stand still for it."""
+    from vllm.model_executor.model_loader import reload  # noqa: F401
+
+    if hasattr(worker, "start_draft_weight_update"):
+        _use_memory_engine(worker)
+
+
 def _load(worker: Any, draft: torch.nn.Module, staged: Staged) -> str:
     """By vLLM's own draft weight update where this worker has one, else by the layerwise reload beneath it."""
     if hasattr(worker, "start_draft_weight_update") and _use_memory_engine(worker):

@@ -15,7 +15,7 @@ from typing import Any
 from livedraft.integrations.vllm.sampling_guard import guard
 from livedraft.integrations.vllm.shipping import Shipper
 from livedraft.integrations.vllm.tap import Tap
-from livedraft.integrations.vllm.weights import Stage, SwapError, swap
+from livedraft.integrations.vllm.weights import Stage, SwapError, prepare, swap
 from livedraft.integrations.vllm.wire import PROTOCOL, BadWeightsError, TappedRequest, WeightsManifest, read_manifest
 
 _DRAFT_FILE = "model.safetensors"
@@ -91,8 +91,11 @@ class WorkerExtension:
                 found = read_manifest(Path(draft_config.model) / _DRAFT_FILE)
                 expected = WeightsManifest(tensors=found.tensors, target=given["target"], version=found.version)
                 state.stage, reason = Stage(expected), ""
+                prepare(worker)
             except BadWeightsError as error:  # a hub's name, or weights in several files
                 reason = str(error)
+            except ImportError as error:
+                state.stage, reason = None, f"This vLLM cannot load a draft's weights anew ({error})."
         if int(worker.rank) == 0:
             state.shipper = Shipper(given["url"], given["token"]) if given.get("url") else None
             deliver = state.shipper.offer if state.shipper else state.collected.append
