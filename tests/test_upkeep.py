@@ -1,4 +1,5 @@
 import dataclasses
+import os
 
 import pytest
 
@@ -20,6 +21,9 @@ class Clock:
     def pass_by(self, seconds):
         self.wall += seconds
         self.steady += seconds
+
+    def sleep(self, seconds):
+        self.pass_by(seconds)
 
     def time(self):
         return self.wall
@@ -79,7 +83,9 @@ def test_a_clock_that_is_set_deletes_nothing_for_an_hour(made, clock, tmp_path, 
 def test_shards_that_cannot_be_read_at_start_are_said(tmp_path, clock):
     store = TraceStore(tmp_path)
     store.append(served_traces(2))
-    (store.folder / "shard-lost.safetensors").write_bytes(b"half of it")  # no rows: looked at at start
+    lost = store.folder / "shard-lost.safetensors"  # no rows: looked at at start
+    lost.write_bytes(b"half of it")
+    os.utime(lost, (0, 0))
     events = Events()
     seen = []
     events.subscribe(seen.append)

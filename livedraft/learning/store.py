@@ -291,8 +291,8 @@ class TraceStore:
 
     def delete_all(self) -> int:
         """Every trace, of everybody, with whatever is damaged."""
-        self._note_deletion(_EVERYBODY)
         with self._alone():
+            self._note_deletion(_EVERYBODY)
             with open_database(self.state) as database:
                 count: int = database.execute("SELECT count(*) FROM traces").fetchone()[0]
             for path in self.folder.glob("*") if self.folder.exists() else ():
@@ -310,9 +310,9 @@ class TraceStore:
 
         Raises UserError, and can be done again, when the disk is full or the database in use.
         """
-        self._note_deletion(_whose(client_key))
         with self._alone():
             self._adopt_lost_shards(youngest_seconds=_BEING_WRITTEN_SECONDS)
+            self._note_deletion(_whose(client_key))
             with open_database(self.state) as database:
                 found = database.execute("SELECT shard, row FROM traces WHERE client_key = ?", (client_key,)).fetchall()
             doomed: dict[str, set[int]] = {}

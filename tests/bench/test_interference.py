@@ -1,4 +1,4 @@
-"""`bench serve --compare-learning` over the command line: whole, on a tiny model. Its figures say nothing; that all are there does."""
+"""`bench serve --compare-learning` over the command line, on a tiny model: all its figures are there; they say nothing."""
 
 import json
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import resource
@@ -17,8 +16,8 @@ import pytest
 
 from livedraft import LLM, SamplingParams
 from livedraft.config import LearningConfig
-from livedraft.drafts.database import DATABASE_NAME, open_database, read_events, read_status
-from livedraft.drafts.registry import MANIFEST_NAME, Registry, new_version_id
+from livedraft.drafts.database import DATABASE_NAME, read_events, read_status
+from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from livedraft.events import Events
 from livedraft.learning.capture import conversation_key, load_secret
@@ -174,8 +173,8 @@ def test_a_disk_that_fills_up_costs_traces_and_no_answer(model_folder, tmp_path)
 
 @pytest.mark.timeout(180)
 def test_a_user_who_is_deleted_while_asking_is_in_no_file_any_more(model_folder, tmp_path):
-    """Text, ids in 32 and in 64 bits, and the client's key, over the whole state folder: with the trainer's checkpoint, what was
-    running, and what the server keeps when it ends. The others stay."""
+    """Text, ids in 32 and in 64 bits, and the client's key, over the whole state folder: with the trainer's checkpoint, what
+    was running, and what the server keeps when it ends. The others stay."""
     state, secret = tmp_path / "state", "the secret of mrs weatherbottom"
     with serve_tiny(model_folder, state, "--learn", "eager", "--admin-key", "boss") as server:
 
@@ -252,20 +251,23 @@ def test_a_damaged_version_gives_way_to_the_last_good_one_at_start(model_folder,
     assert Registry(state).in_service(ROUTE).id == first
 
 
-def test_a_version_trained_with_another_tokenizer_gives_way_too(model_folder, two_versions):
-    state, first, second = two_versions
-    path = Registry(state).drafts_folder / second / MANIFEST_NAME
-    manifest = json.loads(path.read_text()) | {"tokenizer_fingerprint": "another"}
-    path.write_text(json.dumps(manifest))
-    with open_database(state) as database:
-        database.execute("UPDATE versions SET manifest = ? WHERE id = ?", (json.dumps(manifest), second))
-    seen = []
+def test_a_candidate_trained_with_another_tokenizer_never_drafts(model_folder, tmp_path):
+    state, seen = tmp_path / "state", []
     with learning(model_folder, state, seen) as llm:
-        assert llm.engine.draft_version == first
+        registry = Registry(state)
+        first = registry.in_service(ROUTE)
+        weights = registry.load(first)
+        foreign = dataclasses.replace(
+            first, id=new_version_id(1), parent=first.id, tokenizer_fingerprint="another"
+        )  # fmt: skip
+        foreign = registry.publish(lambda path: save_draft(weights, path), foreign)
+        registry.start_canary(foreign.id, {"alpha": 0.9, "parent_alpha": 0.1})
+        wait_for(lambda: registry.version(foreign.id)["status"] == "set_aside")
+        llm.generate("hello", SamplingParams(max_tokens=4, ignore_eos=True))
+        assert llm.engine.draft_version == first.id
     refused = [event for event in seen if event["event"] == "draft_refused"]
-    assert [event["version"] for event in refused] == [second]
+    assert [event["version"] for event in refused] == [foreign.id]
     assert "another tokenizer" in refused[0]["reason"]
-    assert Registry(state).version(second)["status"] == "set_aside"
 
 
 def test_no_readable_version_at_all_starts_from_an_untrained_one(model_folder, two_versions):

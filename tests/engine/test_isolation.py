@@ -282,7 +282,10 @@ def test_the_loop_hands_every_token_over_once_with_the_counts_at_the_end(loop):
     assert 0 < snapshot["busy_seconds"] < 20
     busy, idle = loop.busy_and_idle_seconds()
     time.sleep(0.05)
-    assert loop.busy_and_idle_seconds() == (busy, pytest.approx(idle + 0.05, abs=0.04))  # idle time counts while it lasts
+    assert loop.busy_and_idle_seconds() == (
+        busy,
+        pytest.approx(idle + 0.05, abs=0.04),
+    )  # idle time counts while it lasts
     assert snapshot["estimated_plain_seconds"] > 0
     (report,) = snapshot["drafts"]
     assert (report["version"], report["k"], report["is_second"]) == (loop.engine.draft_version, 3, False)

@@ -362,7 +362,7 @@ def test_a_deletion_reaches_shards_whose_rows_were_never_written(tmp_path, trace
 
 def test_rows_that_cannot_be_written_take_their_shard_along(tmp_path, traces, monkeypatch):
     store = TraceStore(tmp_path)
-    monkeypatch.setattr(store, "_add_rows", lambda *arguments: (_ for _ in ()).throw(UserError("full")))
+    monkeypatch.setattr(store, "_add_rows", lambda *_, **__: (x for x in ()).throw(UserError("full")))
     with pytest.raises(UserError):
         store.append(traces[:2])
     assert not list(store.folder.iterdir())

@@ -135,7 +135,7 @@ def swap(worker: Any, staged: Staged) -> dict[str, Any]:
 
 
 def prepare(worker: Any) -> None:
-    """Before the first swap: what it imports takes most of a second on a busy machine, and requests would stand still for it."""
+    """Before the first swap: its imports take most of a second on a busy machine, and requests would stand still."""
     from vllm.model_executor.model_loader import reload  # noqa: F401
 
     if hasattr(worker, "start_draft_weight_update"):
