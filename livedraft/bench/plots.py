@@ -6,24 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_WINDOW = 50
+_WINDOW, _LEAST = 50, 8
+"""Requests in a mean, and in the first ones."""
 
 
 def plot_curves(alphas_by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Alpha over requests, a moving mean of 50, one line an arm."""
+    """Alpha over requests, the mean of the last 50 (at first of those there are), one line an arm with its name at its end."""
     figure = _figure()
     axes = figure.subplots()
     for arm, alphas in alphas_by_arm.items():
-        starts = range(max(1, len(alphas) - _WINDOW + 1))
-        axes.plot(
-            [start + min(_WINDOW, len(alphas)) for start in starts],
-            [sum(alphas[start : start + _WINDOW]) / len(alphas[start : start + _WINDOW]) for start in starts],
-            label=arm,
-        )
+        means = [
+            sum(alphas[max(0, end - _WINDOW) : end]) / min(_WINDOW, end)
+            for end in range(min(_LEAST, len(alphas)), len(alphas) + 1)
+        ]
+        (line,) = axes.plot(range(len(alphas) - len(means) + 1, len(alphas) + 1), means)
+        axes.annotate(
+            f" {arm}", (len(alphas), means[-1]), color=line.get_color(), va="center", annotation_clip=False
+        )  # fmt: skip
     axes.set_xlabel("requests")
     axes.set_ylabel(f"alpha, mean of the last {_WINDOW}")
-    axes.set_ylim(0, 1)
-    axes.legend()
+    axes.set_ylim(0)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, format="svg")
 
 
