@@ -64,6 +64,15 @@ def test_no_spread_is_decided_by_the_sign():
     assert one_sided_p_value(np.zeros(8), seed=0) == 1.0
 
 
+def test_a_stream_is_harmed_only_beyond_chance():
+    alike, spread = [0.03] * 8, [0.4, -0.34] * 4
+    for falls, is_harmed in ((alike, True), (spread, False), (alike[:7], False), ([0.01] * 8, False)):
+        streams = ["a"] * len(falls) + ["b"] * 20
+        parents = [0.5] * len(streams)
+        candidates = [0.5 - fall for fall in falls] + [0.7] * 20
+        assert (gate.harmed_stream(streams, candidates, parents) is not None) == is_harmed
+
+
 def test_the_decision_is_reproducible():
     case = requests(np.random.default_rng(0), 12, gain=0.05)
     assert decide(*case, num_positions=900, test_number=1, seed=4) == decide(
