@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from livedraft.learning.gate import FALSE_PROMOTION_RATE, decide, one_sided_p_value
+from livedraft.learning.gate import FALSE_PROMOTION_RATE, decide, harmed_stream, one_sided_p_value
 
 
 def requests(generator, count, gain=0.0, spread=0.08):
@@ -70,7 +70,7 @@ def test_a_stream_is_harmed_only_beyond_chance():
         streams = ["a"] * len(falls) + ["b"] * 20
         parents = [0.5] * len(streams)
         candidates = [0.5 - fall for fall in falls] + [0.7] * 20
-        assert (gate.harmed_stream(streams, candidates, parents) is not None) == is_harmed
+        assert (harmed_stream(streams, candidates, parents) is not None) == is_harmed
 
 
 def test_the_decision_is_reproducible():

@@ -84,9 +84,10 @@ def test_noise_moves_no_stream_and_closes_no_route():
 
 def test_a_new_copy_is_not_judged_and_gets_no_other_stream_until_it_has_served():
     one = routing(max_drafts=2)
-    see(one, "a", 40)
-    see(one, "b", 30)
-    settle(one)
+    for stream in ("a", "b"):
+        see(one, stream, 40)
+        see(one, "default", 40)
+        settle(one)
     assert one.open == ["a", "b"]
     see(one, "b", YOUNG_REQUESTS - 1, {DEFAULT_ROUTE: 0.5, "a": 0.6, "b": 0.3})
     assert settle(one) == []
