@@ -1,9 +1,9 @@
 """`livedraft bench routes`: several drafts against one, on a mixed stream of recorded requests.
 
-The training process's own loop (`learning/team.py`) reruns the stream twice: with one draft for everything, whose requests bear
-no route's name, and with routing. The steps that the first has taken after each burst are the second's allowance. Before a burst
-of requests reaches either, each of its requests is scored under every draft in service, so over the last third of the stream six
-ways of choosing are compared on the same texts:
+The training process's own loop (`learning/team.py`) reruns the stream twice: with one draft for everything, whose requests
+bear no route's name, and with routing. The steps that the first has taken after each burst are the second's allowance. Before
+a burst of requests reaches either, each of its requests is scored under every draft in service, so over the last third of the
+stream six ways of choosing are compared on the same texts:
     routed         the draft that routing has given the request's stream
     shared         the one draft of the run without routing
     oracle         the best draft for each request, seen afterwards; of several alike the luckiest, so it lies above what any
@@ -203,7 +203,9 @@ def _figures(shared: Run, routed: Run, labels: Sequence[str], groups: Sequence[s
             }
     updates = {"shared": shared.steps_by_burst[-1], "routed": routed.steps_by_burst[-1]}
     result["updates"] = updates
-    result["are_updates_equal"] = max(updates.values()) - min(updates.values()) <= LARGEST_DIFFERENCE * updates["shared"]
+    result["are_updates_equal"] = (
+        max(updates.values()) - min(updates.values()) <= LARGEST_DIFFERENCE * updates["shared"]
+    )
     result["versions_promoted"] = {"shared": shared.num_promoted, "routed": routed.num_promoted}
     result["routes"] = routed.opened
     pairs = Counter(zip(groups, labels, strict=True))

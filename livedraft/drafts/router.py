@@ -164,7 +164,7 @@ def _both_ends(text: str) -> str:
 
 
 def _instructions(text: str) -> list[str]:
-    """Where an instruction may stand beside the text it is about: before the first colon or line break, and in the last line."""
+    """Where an instruction may stand beside the text it is about: before the first colon or line break, and the last line."""
     parts = (re.split(r"[:\n]", text, maxsplit=1)[0], text.rstrip().rsplit("\n", 1)[-1])
     return [part for part in parts if LEAST_INSTRUCTION <= len(part) < len(text.rstrip())]
 
@@ -238,7 +238,8 @@ class Topics:
         self._join()
 
     def _join(self) -> None:
-        """Which clusters are one topic (single linkage). It keeps the number that most of its texts had: a route hangs on it."""
+        """Which clusters are one topic (single linkage). It keeps the number that most of its texts had, a route hangs on
+        it."""
         assert self._centres_KF is not None
         unit_KF = _unit(self._centres_KF * self._weights())
         is_close_KK = unit_KF @ unit_KF.T > _SAME_TOPIC

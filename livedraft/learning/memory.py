@@ -94,8 +94,8 @@ class Memory:
         self._waiting = Counter(example.prompt_key for example in self.fresh)
 
     def start_as_copy_of(self, other: Memory) -> None:
-        """Of weights that have learnt what `other` says: no request is new to them that was in a step, no prompt gets more passes
-        for it, and the words they can say are still wanted."""
+        """Of weights that have learnt what `other` says: no request is new to them that was in a step, no prompt gets more
+        passes for it, and the words they can say are still wanted."""
         self.vocabulary.restore(other.vocabulary.used())
         self.copies = Counter(other.copies)
         self.trained_ids = set(other.trained_ids)

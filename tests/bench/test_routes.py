@@ -6,7 +6,10 @@ import pytest
 
 from tests.e2e.in_process import livedraft
 
-SUBJECTS = {"adding": "What is {n} plus {n}, and plus one more?", "rhyme": "Ein Reim auf das Wort Nummer {n}, bitte sehr!"}
+SUBJECTS = {
+    "adding": "What is {n} plus {n}, and plus one more?",
+    "rhyme": "Ein Reim auf das Wort Nummer {n}, bitte sehr!",
+}
 CONFIG = """
 [routing]
 by = ["language", "topic"]
@@ -62,7 +65,7 @@ def test_from_prompts_to_figures(model_folder, prompts, tmp_path):
     assert figures["are_updates_equal"]
     assert 0 < figures["updates"]["routed"] <= figures["updates"]["shared"] + len(figures["routes"])
     assert set(figures["versions_promoted"]) == {"shared", "routed"}
-    assert 0 < figures["router_ms"] and 0 < figures["router_p99_ms"]
+    assert figures["router_p99_ms"] >= figures["router_ms"] / 2 > 0
     # The same from the recording, as a table.
     table = run(model_folder, prompts, tmp_path, "--from-traces", recorded)
     assert table.returncode == 0, table.stderr

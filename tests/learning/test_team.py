@@ -78,11 +78,13 @@ def test_a_stream_that_is_large_enough_gets_a_copy_and_learns_from_its_own_reque
 
 
 def opened(state):  # noqa: F811
-    """A team that has just given "a" a draft of its own, and has not gone on yet."""
+    """A team that has learnt from all streams, has just given "a" a draft of its own, and has not gone on yet."""
     one = team(state)
-    serve_into(state, ["a", "a", "b"], 36)
-    while "a" not in one.workers:
-        assert one.turn()
+    serve_into(state, ["a", "a", "b"], 21)
+    settle(one)
+    serve_into(state, ["a", "a", "b"], 15, first=21)
+    one._look_at_streams()
+    assert "a" in one.workers
     return one
 
 
@@ -90,28 +92,15 @@ def test_a_copy_goes_on_where_its_sources_trainer_is(state, monkeypatch):  # noq
     # Heads as large as the traffic asks for: what the source has seen must still be sayable after the copy's first step.
     monkeypatch.setattr("livedraft.learning.vocabulary._SPARE", 4)
     monkeypatch.setattr("livedraft.learning.vocabulary._STEP", 4)
-    one = team(state)
-    serve_into(state, ["a", "a", "b"], 21)
-    settle(one)
-    serve_into(state, ["a", "a", "b"], 15, first=21)
-    open_route, copied = Team._open, []
-
-    def opening(self, change):
-        open_route(self, change)
-        source, copy = self.workers[change.route], self.workers[change.stream]
-        assert source.trainer.num_steps > 0
-        for name, tensor in source.trainer.state_tensors().items():
-            assert torch.equal(tensor, copy.trainer.state_tensors()[name]), name
-        assert copy.memory.copies == source.memory.copies
-        assert copy.memory.vocabulary.used() == source.memory.vocabulary.used() != []
-        copied.append(change.stream)
-
-    monkeypatch.setattr(Team, "_open", opening)
-    settle(one)
-    assert copied == ["a"]
+    one = opened(state)
+    source, copy = one.workers[DEFAULT_ROUTE], one.workers["a"]
+    assert source.trainer.num_steps > 0
+    for name, tensor in source.trainer.state_tensors().items():
+        assert torch.equal(tensor, copy.trainer.state_tensors()[name]), name
+    assert copy.memory.copies == source.memory.copies
+    assert copy.memory.vocabulary.used() == source.memory.vocabulary.used() != []
     serve_into(state, ["a", "b"], 16, first=36)
     settle(one)
-    copy = one.workers["a"]
     used = {token for token, mass in copy.memory.vocabulary.used() if mass >= 0.5}
     assert used <= set(copy.trainer.draft_to_target_W.tolist())
     assert max(copy.memory.copies.values()) <= SETTINGS["max_passes"]
@@ -125,11 +114,9 @@ def test_a_kill_after_an_opening_trains_on_nothing_twice(state):  # noqa: F811
 
 
 def test_a_draft_is_trained_and_judged_on_the_streams_it_serves_alone(state):  # noqa: F811
-    one = team(state)
-    serve_into(state, ["a", "a", "b"], 36)
-    settle(one)
+    one = opened(state)
     default = one.workers[DEFAULT_ROUTE]
-    assert {example.stream for example in default.memory.held_out.values()} == {"a", "b"}
+    assert {example.stream for example in default.memory.examples.values()} == {"a", "b"}
     assert {example.stream for example in default.memory.evidence(0)} == {"b"}
     assert {example.stream for example in default.memory.replayed(100, is_hurried=True)} <= {"b"}
     assert {example.stream for example in default.memory.since_drift()} == {"b"}
