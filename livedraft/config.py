@@ -218,10 +218,10 @@ class RoutingConfig:
     """Its requests are told apart by topic, those of other languages by language."""
     num_topics: int = 8
     """Clusters of first messages that are told apart."""
-    max_drafts: int = 8
+    max_drafts: int = 12
     """The most routes with a draft of their own; each costs memory in training and in serving."""
-    min_requests: int = 64
-    """Training requests of a stream before it may get a draft of its own."""
+    min_requests: int = 24
+    """Requests of a stream before it may get a draft of its own, which starts as a copy: early costs memory alone."""
     idle_days: float = 7.0
     """A route without a request for so long gives its draft's place up."""
 

@@ -113,11 +113,12 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
     return result
 
 
-def serve_canaries(registry: Registry, route: str) -> None:
-    """Live, a canary waits for a few requests; the watch is not what is measured here."""
+def serve_canaries(registry: Registry, route: str) -> bool:
+    """Live, a canary waits for a few requests; the watch is not what is measured here. Whether there was one."""
     canary = registry.canary(route)
     if canary is not None:
         registry.serve(canary.id, route, {})
+    return canary is not None
 
 
 def _rerun_osd(traces: Sequence[Trace], learner: Learner, report: Report) -> ArmResult:

@@ -7,6 +7,7 @@ must agree: it is exact for symmetric differences at any number of requests, whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,8 @@ FALSE_PROMOTION_RATE = 0.10
 """Over all tests since the last promotion: the n-th is held at level 0.10 / (n (n + 1)), which sums to 0.10."""
 LARGEST_FALL = 0.02
 """Of alpha on any one stream that a draft serves."""
+FALL_ERRORS = 1.65
+"""Standard errors that a stream's fall has to lie above zero: of many streams with a few requests each, some always fall."""
 NUM_RESAMPLES = 20_000
 
 
@@ -81,16 +84,18 @@ def decide(
 def harmed_stream(
     streams_R: Sequence[str], candidate_alpha_R: Sequence[float], parent_alpha_R: Sequence[float]
 ) -> str | None:
-    """A stream of traffic on which the candidate is worse by more than LARGEST_FALL, named in a sentence: the others' gain must
-    not be its loss. Streams with fewer than MIN_REQUESTS are not judged."""
+    """A stream of traffic on which the candidate is worse by more than LARGEST_FALL and beyond chance, named in a sentence: the
+    others' gain must not be its loss. Streams with fewer than MIN_REQUESTS are not judged."""
     for stream in dict.fromkeys(streams_R):
         falls = [
             parent - candidate
             for name, candidate, parent in zip(streams_R, candidate_alpha_R, parent_alpha_R, strict=True)
             if name == stream
         ]
-        mean = sum(falls) / len(falls)
-        if len(falls) >= MIN_REQUESTS and mean > LARGEST_FALL:
+        if len(falls) < MIN_REQUESTS:
+            continue
+        mean, error = float(np.mean(falls)), float(np.std(falls, ddof=1)) / math.sqrt(len(falls))
+        if mean > max(LARGEST_FALL, FALL_ERRORS * error):
             return f"alpha falls by {mean:.3f} on route {stream}, more than {LARGEST_FALL:g}"
     return None
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from livedraft.config import LearningConfig
 from livedraft.learning import gate
 from livedraft.learning.batches import Example
+from livedraft.learning.store import Streams
 from livedraft.learning.vocabulary import VocabularyUse
 
 MAX_KEPT_EXAMPLES = 2000
@@ -56,6 +57,8 @@ class Memory:
         self._config = config
         self._random = random.Random(config.seed)
         self.vocabulary = VocabularyUse(vocabulary_size)
+        self.streams = Streams()
+        """Whose requests train and test; what is remembered of others waits for their return."""
         self.fresh: list[Example] = []
         """Scored, not yet trained on."""
         self.examples: OrderedDict[int, Example] = OrderedDict()
@@ -84,8 +87,24 @@ class Memory:
     def has_trained_on(self, example: Example) -> bool:
         return self.copies[example.prompt_key] > 0
 
+    def serve(self, streams: Streams) -> None:
+        """From now on it is these streams' memory. New requests of others are left to the drafts that serve them."""
+        self.streams = streams
+        self.fresh = [example for example in self.fresh if streams.include(example.stream)]
+        self._waiting = Counter(example.prompt_key for example in self.fresh)
+
+    def start_as_copy_of(self, other: Memory) -> None:
+        """Of weights that have learnt what `other` says: no request is new to them that was in a step, no prompt gets more
+        passes for it, and the words they can say are still wanted."""
+        self.vocabulary.restore(other.vocabulary.used())
+        self.copies = Counter(other.copies)
+        self.trained_ids = set(other.trained_ids)
+        self.newest_trained_id = other.newest_trained_id
+
     def add(self, example: Example, *, is_held_out: bool) -> None:
         """A request that has just been scored."""
+        if not self.streams.include(example.stream):
+            return
         if is_held_out:
             self.held_out[example.trace_id] = example
             if len(self.held_out) > MAX_HELD_OUT:
@@ -104,12 +123,15 @@ class Memory:
         self.examples[example.trace_id] = example
         self._drop_oldest()
 
+    @property
+    def has_new_chunk(self) -> bool:
+        return len(self.fresh) >= self._config.traces_per_chunk
+
     def next_batch(self) -> tuple[list[Example], list[Example]] | None:
         """(new examples, old ones to replay with them) for one optimiser step; None until a whole chunk is new."""
-        size = self._config.traces_per_chunk
-        if len(self.fresh) < size:
+        if not self.has_new_chunk:
             return None
-        new = self._next_chunk(size)
+        new = self._next_chunk(self._config.traces_per_chunk)
         for example in new:
             self.vocabulary.add(example)
         per_new = min(1, self._config.replay_per_new) if self.is_drifting else self._config.replay_per_new
@@ -143,7 +165,7 @@ class Memory:
     def replayed(self, count: int, *, beside: Sequence[Example] = (), is_hurried: bool = False) -> list[Example]:
         """Up to `count` old examples, newer ones more likely, for a batch that holds those `beside` too."""
         spacing = 0.0 if is_hurried else self._config.replay_spacing * self.num_trained
-        usable = [one for one in self.examples.values() if self._may_come_again(one, spacing)]
+        usable = [one for one in self._served(self.examples.values()) if self._may_come_again(one, spacing)]
         if count < len(usable):
             # Weighted order without replacement (Efraimidis and Spirakis): the largest keys u^(1/w) first.
             weights = [_OLDEST_WEIGHT + (1 - _OLDEST_WEIGHT) * (rank + 1) / len(usable) for rank in range(len(usable))]
@@ -203,15 +225,18 @@ class Memory:
     def evidence(self, last_trained_id: int) -> list[Example]:
         """What weights trained up to that trace have not seen, of the traffic that is now: held-out requests, and all that came
         later."""
-        held_out = [example for example in self.held_out.values() if example.trace_id >= self.drift_id]
-        kept = (*self.examples.values(), *self.fresh)
+        held_out = [one for one in self._served(self.held_out.values()) if one.trace_id >= self.drift_id]
+        kept = self._served((*self.examples.values(), *self.fresh))
         newer = [one for one in kept if one.trace_id > last_trained_id and one.trace_id >= self.drift_id]
         return _without_crowd([*held_out, *newer])[-MAX_EVIDENCE:]
 
     def since_drift(self) -> list[Example]:
         """All that is remembered of the traffic that is now, trained on or not."""
-        kept = (*self.held_out.values(), *self.examples.values(), *self.fresh)
+        kept = self._served((*self.held_out.values(), *self.examples.values(), *self.fresh))
         return _without_crowd([example for example in kept if example.trace_id >= self.drift_id])[-MAX_EVIDENCE:]
+
+    def _served(self, examples: Iterable[Example]) -> list[Example]:
+        return [example for example in examples if self.streams.include(example.stream)]
 
     def forget_all_but(self, trace_ids: Collection[int]) -> None:
         for kept in (self.examples, self.held_out):

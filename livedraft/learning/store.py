@@ -75,6 +75,9 @@ class Streams:
     names: tuple[str, ...] = ()
     are_left_out: bool = True
 
+    def include(self, route: str) -> bool:
+        return (route in self.names) != self.are_left_out
+
     def as_sql(self) -> tuple[str, tuple[str, ...]]:
         """A condition on `route`, and its values."""
         places = ", ".join("?" * len(self.names))

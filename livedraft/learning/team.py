@@ -27,10 +27,10 @@ from livedraft.drafts.weights import save_draft
 from livedraft.learning.allowance import Allowance
 from livedraft.learning.batches import Example, example_from_trace
 from livedraft.learning.process import EXIT_BAD_INPUT, checkpoint_name
-from livedraft.learning.routing import Change, Routing
+from livedraft.learning.routing import SAMPLE, Change, Routing
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.learning.trainer import NotEnoughMemoryError
-from livedraft.learning.worker import POLL_SECONDS, Worker
+from livedraft.learning.worker import POLL_SECONDS, SCORED_WHILE_BUSY, Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
 
 MAX_LOOKED_AT_A_TURN = 64
@@ -48,20 +48,20 @@ class Team:
         self.store, self.registry = TraceStore(state), Registry(state)
         self.workers: dict[str, Worker] = {}
         self._allowance = Allowance(state, config.level)
-        self.workers[DEFAULT_ROUTE] = Worker(
-            state=state, target=target, route=DEFAULT_ROUTE, config=config, max_positions=max_positions,
-            has_had_its_share=self._has_had_its_share,
-        )  # fmt: skip
         self.routing = Routing(routing)
         self.is_routing = routing.enabled
         self._last_trace_id = self._num_steps_closed = 0
         self._flops_closed = 0.0
-        known = read_status(state, ROUTING_STATUS)
         if self.is_routing:
+            known = read_status(state, ROUTING_STATUS)
             self.routing.restore(known, self.registry.routes())
             self._last_trace_id = int(known.get("last_trace_id", 0))
-            for route in list(self.routing.open):
-                self._hire(route)
+        self.workers[DEFAULT_ROUTE] = Worker(
+            state=state, target=target, route=DEFAULT_ROUTE, config=config, max_positions=max_positions,
+            has_had_its_share=self._has_had_its_share, streams=self.routing.streams_of(DEFAULT_ROUTE),
+        )  # fmt: skip
+        for route in list(self.routing.open):
+            self._hire(route)
         self._share_out()
 
     def _hire(self, route: str) -> None:
@@ -78,7 +78,7 @@ class Team:
             config = replace(config, learning_rate=default.trainer.base_rate)
         return Worker(
             state=self.state, target=self.target, route=route, config=config, max_positions=self.max_positions,
-            parts=default.trainer.target, has_had_its_share=self._has_had_its_share,
+            parts=default.trainer.target, has_had_its_share=self._has_had_its_share, streams=self.routing.streams_of(route),
         )  # fmt: skip
 
     def _has_had_its_share(self, seconds_since_busy: float) -> bool:
@@ -103,7 +103,10 @@ class Team:
                 self._look_at_streams()
         except UserError as error:  # the disk is full, or the database locked: it tries again
             self.workers[DEFAULT_ROUTE].reports.problem(str(error))
-        turns = [worker.safe_turn() for worker in list(self.workers.values())]
+        turns = []
+        for worker in list(self.workers.values()):
+            worker.may_replay = not any(one.memory.has_new_chunk for one in self.workers.values() if one is not worker)
+            turns.append(worker.safe_turn())
         return any(turns)
 
     # --- streams ----------------------------------------------------------------------------------------------------
@@ -111,7 +114,9 @@ class Team:
     def _look_at_streams(self) -> None:
         self._follow_registry()
         rows = self.store.rows(after_id=self._last_trace_id, limit=MAX_LOOKED_AT_A_TURN)
-        alphas = self._alphas([row for row in rows if self.routing.is_sampled(row.id)])
+        is_busy = self.workers[DEFAULT_ROUTE].is_lively
+        every = max(SAMPLE, SCORED_WHILE_BUSY[self.config.level]) if is_busy else SAMPLE
+        alphas = self._alphas([row for row in rows if self.routing.is_sampled(row.id, every)])
         for row in rows:
             self.routing.see(row.route, alphas.get(row.id))
             self._last_trace_id = row.id
@@ -157,8 +162,8 @@ class Team:
 
     @property
     def num_steps(self) -> int:
-        """Of all workers so far, those of closed routes included."""
-        return self._num_steps_closed + sum(worker.trainer.num_steps for worker in self.workers.values())
+        """Of all workers in this process, those of closed routes included; it never falls."""
+        return self._num_steps_closed + sum(worker.num_steps_taken for worker in self.workers.values())
 
     @property
     def train_flops(self) -> float:
@@ -188,20 +193,20 @@ class Team:
         self.registry.note(version.id, {"alpha": self.routing.alpha(change.stream, change.route)})
         self.routing.apply(change)
         self._hire(change.stream)
-        if change.stream in self.workers:  # what came before is in the copied weights: to replay only
-            self.workers[change.stream].memory.trained_ids.add(version.last_trace_id)
+        if change.stream in self.workers:
+            self.workers[change.stream].start_as_copy_of(source)
 
     def _close(self, change: Change) -> None:
         left = self.workers.pop(change.route, None)
         if left is not None:
-            self._num_steps_closed += left.trainer.num_steps
+            self._num_steps_closed += left.num_steps_taken
             self._flops_closed += left.trainer.flops
         self.registry.close_route(change.route, {"closed": change.reason})
         (self.state / checkpoint_name(change.route)).unlink(missing_ok=True)
 
     def _share_out(self) -> None:
         for route, worker in self.workers.items():
-            worker.streams = self.routing.streams_of(route)
+            worker.serve(self.routing.streams_of(route))
 
 
 def main() -> None:

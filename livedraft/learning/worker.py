@@ -84,12 +84,12 @@ class Worker:
         max_positions: int,
         parts: TargetParts | None = None,
         has_had_its_share: Callable[[float], bool] = lambda _seconds_since_busy: False,
+        streams: Streams | None = None,
     ) -> None:
         """One route's draft. `parts`: of the target, where another worker has loaded them. `has_had_its_share`: must training
-        wait for more traffic? Asked with the seconds since requests were last seen running."""
+        wait for more traffic? Asked with the seconds since requests were last seen running. `streams`: whose traces it learns
+        from, all where they are left out."""
         self.state, self.route, self.config = state, route, config
-        self.streams = Streams()
-        """Whose traces it learns from."""
         self.store, self.registry = TraceStore(state), Registry(state)
         in_service = self.registry.in_service(route)
         if in_service is None:
@@ -103,6 +103,7 @@ class Worker:
         """Longer traces cannot be used: past the draft's context requests decode plainly."""
         self.num_unusable = 0
         self.memory = Memory(config, parts.vocabulary_size)
+        self.memory.streams = streams or Streams()
         self.rate_trial = RateTrial(self.trainer, config) if config.learning_rate is None else None
         self.reference = Reference(config)
         self.controls = read_controls(state)
@@ -134,6 +135,10 @@ class Worker:
         self.train_seconds = 0.0
         """Spent in steps and scores, pauses for serving not counted."""
         self.num_train_tokens = 0
+        self.num_steps_taken = 0
+        """In this process; it never falls, as the trainer's own does when it starts again."""
+        self.may_replay = True
+        """Not while another route's new requests wait: they teach more."""
         self.last_loss: float | None = None
         self._paused_seconds, self._paused_until = 0.0, -math.inf
         self._pausing = threading.Lock()
@@ -157,6 +162,24 @@ class Worker:
         self.memory.newest_trained_id = max(self.memory.newest_trained_id, learnt)
         served = [row for row in rows if row.draft_version == self.in_service.id and row.id >= self.memory.drift_id]
         self.drift.restore({row.id: row.alpha for row in served if row.alpha is not None})
+
+    # --- whose it is ------------------------------------------------------------------------------------------------
+
+    def serve(self, streams: Streams) -> None:
+        """It learns from these streams' traces from now on, and is judged on them alone."""
+        if streams != self.memory.streams:
+            self.memory.serve(streams)
+            self.drift.clear()  # other streams are accepted otherwise without any change of traffic
+
+    def start_as_copy_of(self, other: Worker) -> None:
+        """Train on where the other's trainer is, not from what serves: that may be hundreds of requests older. What was learnt
+        since is offered to the gate here as any candidate is."""
+        self.trainer.load_state_tensors(other.trainer.state_tensors())
+        if self.rate_trial is not None:
+            self.rate_trial = RateTrial(self.trainer, self.config)
+        self.memory.start_as_copy_of(other.memory)
+        self.num_since_candidate = other.num_since_candidate
+        self.checkpoint()  # a kill now must not make it train on all that again
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +220,7 @@ class Worker:
         elif has_scored or self._to_score:
             return True  # under steady load some traces always wait; they must not keep the rest of the turn from happening
         elif not self._replay():
-            if not is_due:
+            if not (is_due and self.may_replay):
                 return False
             self._freeze_candidate()  # idle: offer what there is, and wait for evidence
         return True
@@ -275,7 +298,7 @@ class Worker:
         num_set_aside = self.store.num_set_aside
         if len(self._to_score) > MAX_READ_A_TURN:
             return
-        for row in self.store.rows(after_id=self.last_trace_id, streams=self.streams, limit=MAX_READ_A_TURN):
+        for row in self.store.rows(after_id=self.last_trace_id, streams=self.memory.streams, limit=MAX_READ_A_TURN):
             self.last_trace_id = row.id
             self._newest_at = time.monotonic()
             trace = self.store.read(row)
@@ -407,6 +430,8 @@ class Worker:
 
     def _replay(self) -> bool:
         """Idle compute: old examples again, each at most max_passes times in all."""
+        if not self.may_replay:
+            return False
         is_long_idle = time.monotonic() - self._newest_at > LONG_IDLE_SECONDS
         batch = [] if self.rate_trial is not None else self.memory.idle_batch(is_long_idle=is_long_idle)
         if not batch:
@@ -423,6 +448,7 @@ class Worker:
         try:
             with self._timed():
                 report = self.trainer.step(batch, self._between, reference)
+            self.num_steps_taken += 1
             self.last_loss = report.loss
             self.num_bad_steps = 0
         except BadStepError as error:

@@ -2,10 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from livedraft.config import RouteRule, RoutingConfig
-from livedraft.drafts.router import MAX_NAMES, NUM_FEATURES, TEXTS_BEFORE_TOPICS, TOPICS_NAME, Router
+from livedraft.drafts.router import MAX_NAMES, NUM_FEATURES, TEXTS_BEFORE_TOPICS, TOPICS_NAME, Router, Topics
 from livedraft.records import DEFAULT_ROUTE, RouteHints
 
 GERMAN = "Wie viele Äpfel hat Anna noch, wenn sie von ihren zwölf Äpfeln fünf an ihren Bruder verschenkt?"
@@ -81,7 +82,45 @@ def test_subjects_become_topics_without_labels_and_keep_their_numbers_over_a_res
 def test_traffic_of_one_kind_is_one_topic():
     one = router()
     routes = [one.route_of("", SUBJECTS["shop"].format(n=n), NO_HINTS) for n in range(300)]
-    assert set(routes[TEXTS_BEFORE_TOPICS:]) == {"topic-0"}
+    assert len(set(routes[TEXTS_BEFORE_TOPICS:])) == 1
+
+
+def test_a_text_in_another_language_is_told_by_its_instruction():
+    one = router(by=("language",))
+    assert one.route_of("", f"Translate German to English: {GERMAN}", NO_HINTS) == DEFAULT_ROUTE
+    assert one.route_of("", f"{GERMAN}\nWhat is this text about, in one sentence?", NO_HINTS) == DEFAULT_ROUTE
+    assert one.route_of("", f"Eine Frage zum Rechnen: {GERMAN}", NO_HINTS) == "language-de"
+
+
+def test_identifiers_are_of_no_language():
+    assert router(by=("language",)).route_of("", "fjdkahgc bhjdieaf gcehbadj " * 5, NO_HINTS) == DEFAULT_ROUTE
+
+
+def test_the_question_at_the_end_of_a_long_message_tells_its_topic():
+    one = router(num_topics=2)
+    chance = random.Random(0)
+    found = {"Write one SQL query that answers:": set(), "Which words rhyme with these:": set()}
+    for n in range(120):
+        question = sorted(found)[n % 2]
+        names = " ".join("".join(chance.choices("abcdefghij", k=6)) for _ in range(90))
+        route = one.route_of("", f"{names} {question} how many?", NO_HINTS)
+        if n >= TEXTS_BEFORE_TOPICS:
+            found[question].add(route)
+    assert all(len(routes) == 1 for routes in found.values())
+    assert len(set.union(*found.values())) == 2
+
+
+def test_a_topic_keeps_its_number_when_clusters_join_and_part():
+    one = Topics(3, None)
+    one._count_words(np.ones(NUM_FEATURES, dtype=np.float32))
+    near, far = np.zeros((2, NUM_FEATURES), dtype=np.float32)
+    near[:9], far[9:18] = 1.0, 1.0
+    one._centres_KF, one._counts_K = np.stack([near, far, near]), np.array([5.0, 7.0, 90.0])
+    one._join()
+    assert one._topics_K == [2, 1, 2]
+    one._centres_KF = np.stack([near, far, near[::-1].copy()])
+    one._join()
+    assert one._topics_K == [0, 1, 2]
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors"])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from livedraft.learning.gate import FALSE_PROMOTION_RATE, decide, one_sided_p_value
+from livedraft.learning.gate import FALSE_PROMOTION_RATE, decide, harmed_stream, one_sided_p_value
 
 
 def requests(generator, count, gain=0.0, spread=0.08):
@@ -62,6 +62,15 @@ def test_levels_of_all_tests_since_a_promotion_sum_to_the_stated_rate():
 def test_no_spread_is_decided_by_the_sign():
     assert one_sided_p_value(np.full(8, 0.1), seed=0) == 0.0
     assert one_sided_p_value(np.zeros(8), seed=0) == 1.0
+
+
+def test_a_stream_is_harmed_only_beyond_chance():
+    alike, spread = [0.03] * 8, [0.4, -0.34] * 4
+    for falls, is_harmed in ((alike, True), (spread, False), (alike[:7], False), ([0.01] * 8, False)):
+        streams = ["a"] * len(falls) + ["b"] * 20
+        parents = [0.5] * len(streams)
+        candidates = [0.5 - fall for fall in falls] + [0.7] * 20
+        assert (harmed_stream(streams, candidates, parents) is not None) == is_harmed
 
 
 def test_the_decision_is_reproducible():

@@ -3,7 +3,7 @@
 import random
 
 from livedraft.config import RoutingConfig
-from livedraft.learning.routing import LEAST_SCORED, Routing
+from livedraft.learning.routing import LEAST_SCORED, YOUNG_REQUESTS, Routing
 from livedraft.learning.store import Streams
 from livedraft.records import DEFAULT_ROUTE
 
@@ -56,6 +56,7 @@ def test_a_stream_goes_to_the_draft_that_is_better_on_its_requests_beyond_chance
     see(one, "a", 40)
     see(one, "b", 20)
     settle(one)
+    see(one, "a", YOUNG_REQUESTS)
     see(one, "b", LEAST_SCORED - 1, {DEFAULT_ROUTE: 0.30, "a": 0.35}, noise=0.1)
     assert settle(one) == []
     see(one, "b", 1, {DEFAULT_ROUTE: 0.30, "a": 0.35})
@@ -63,17 +64,60 @@ def test_a_stream_goes_to_the_draft_that_is_better_on_its_requests_beyond_chance
     assert one.streams_of("a") == Streams(names=("a", "b"), are_left_out=False)
 
 
-def test_noise_moves_no_stream():
+def test_noise_moves_no_stream_and_closes_no_route():
+    streams = ["a", "b", "c", "d", "e"]
+    one = routing(max_drafts=5)
+    for stream in streams:
+        see(one, stream, 40)
+        see(one, "default", 40)
+        settle(one)
+    assert one.open == streams
+    chance = random.Random(1)
+    moves = []
+    for _ in range(200):
+        for stream in streams:
+            own = chance.gauss(0.3, 0.1)  # of the request; the drafts are all as good
+            one.see(stream, {route: own + chance.gauss(0.0, 0.03) for route in (DEFAULT_ROUTE, *one.open)})
+            moves += settle(one)
+    assert len(moves) <= 4  # in a thousand looks
+
+
+def test_a_new_copy_is_not_judged_and_gets_no_other_stream_until_it_has_served():
+    one = routing(max_drafts=2)
+    for stream in ("a", "b"):
+        see(one, stream, 40)
+        see(one, "default", 40)
+        settle(one)
+    assert one.open == ["a", "b"]
+    see(one, "b", YOUNG_REQUESTS - 1, {DEFAULT_ROUTE: 0.5, "a": 0.6, "b": 0.3})
+    assert settle(one) == []
+    see(one, "a", YOUNG_REQUESTS - 1)
+    see(one, "b", 1 + LEAST_SCORED, {DEFAULT_ROUTE: 0.5, "a": 0.6, "b": 0.3})
+    assert settle(one) == []  # seen once
+    see(one, "b", LEAST_SCORED, {DEFAULT_ROUTE: 0.5, "a": 0.6, "b": 0.3})
+    assert settle(one)[0] == ("assign", "b", DEFAULT_ROUTE)  # not "a", which is as young
+    assert settle(one) == []
+
+
+def test_a_lead_too_small_to_matter_moves_nothing_however_sure():
     one = routing(max_drafts=1)
     see(one, "a", 40)
     see(one, "b", 20)
     settle(one)
-    chance = random.Random(1)
-    moves = 0
-    for _ in range(200):
-        one.see("b", {DEFAULT_ROUTE: chance.gauss(0.3, 0.1), "a": chance.gauss(0.29, 0.1)})
-        moves += len(settle(one))
-    assert moves <= 4  # one look in twenty is wrong at this level, and looks share most of their requests
+    see(one, "a", YOUNG_REQUESTS)
+    see(one, "b", 60, {DEFAULT_ROUTE: 0.30, "a": 0.305})
+    assert settle(one) == []
+
+
+def test_a_new_draft_is_a_copy_of_the_one_that_does_best_on_its_stream():
+    one = routing(max_drafts=1)
+    see(one, "a", 40)
+    see(one, "b", 20)
+    settle(one)
+    see(one, "b", 20, {DEFAULT_ROUTE: 0.3, "a": 0.4})  # "a" is too young to be given "b"
+    see(one, "default", 40)
+    one.config = RoutingConfig(min_requests=10, max_drafts=2)
+    assert settle(one) == [("open", "b", "a")]
 
 
 def test_a_route_whose_own_stream_is_better_served_elsewhere_closes_and_waits_longer():
@@ -81,7 +125,10 @@ def test_a_route_whose_own_stream_is_better_served_elsewhere_closes_and_waits_lo
     see(one, "a", 40)
     see(one, "b", 30)
     settle(one)
+    see(one, "a", YOUNG_REQUESTS, {DEFAULT_ROUTE: 0.40, "a": 0.30})
+    assert settle(one) == []  # a second look is wanted
     see(one, "a", LEAST_SCORED, {DEFAULT_ROUTE: 0.40, "a": 0.30})
+    see(one, "b", 15)
     kinds = settle(one)
     assert kinds[:2] == [("assign", "a", DEFAULT_ROUTE), ("close", "a", "a")]
     assert kinds[2:] == [("open", "b", DEFAULT_ROUTE)]  # its place is free

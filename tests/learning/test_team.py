@@ -3,13 +3,14 @@
 import dataclasses
 
 import pytest
+import torch
 
 from livedraft.config import LearningConfig, RoutingConfig
 from livedraft.drafts.database import read_events, read_status, write_status
 from livedraft.drafts.registry import ROUTING_STATUS, Registry
 from livedraft.events import described
 from livedraft.learning.capture import conversation_key
-from livedraft.learning.store import TraceStore
+from livedraft.learning.store import Streams, TraceStore
 from livedraft.learning.team import Team
 from livedraft.learning.worker import Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
@@ -74,6 +75,103 @@ def test_a_stream_that_is_large_enough_gets_a_copy_and_learns_from_its_own_reque
     assert read_status(state, "trainer:a")["num_steps"] == one.workers["a"].trainer.num_steps > 0
     sentences = [described(event) for event in read_events(state) if event["event"] == "route_open"]
     assert sentences == ["Route a gets a draft of its own, a copy of that of default, after 24 requests."]
+
+
+def opened(state):  # noqa: F811
+    """A team that has learnt from all streams, has just given "a" a draft of its own, and has not gone on yet."""
+    one = team(state)
+    serve_into(state, ["a", "a", "b"], 21)
+    settle(one)
+    serve_into(state, ["a", "a", "b"], 15, first=21)
+    one._look_at_streams()
+    assert "a" in one.workers
+    return one
+
+
+def test_a_copy_goes_on_where_its_sources_trainer_is(state, monkeypatch):  # noqa: F811
+    # Heads as large as the traffic asks for: what the source has seen must still be sayable after the copy's first step.
+    monkeypatch.setattr("livedraft.learning.vocabulary._SPARE", 4)
+    monkeypatch.setattr("livedraft.learning.vocabulary._STEP", 4)
+    one = opened(state)
+    source, copy = one.workers[DEFAULT_ROUTE], one.workers["a"]
+    assert source.trainer.num_steps > 0
+    for name, tensor in source.trainer.state_tensors().items():
+        assert torch.equal(tensor, copy.trainer.state_tensors()[name]), name
+    assert copy.memory.copies == source.memory.copies
+    assert copy.memory.vocabulary.used() == source.memory.vocabulary.used() != []
+    serve_into(state, ["a", "b"], 16, first=36)
+    settle(one)
+    used = {token for token, mass in copy.memory.vocabulary.used() if mass >= 0.5}
+    assert used <= set(copy.trainer.draft_to_target_W.tolist())
+    assert max(copy.memory.copies.values()) <= SETTINGS["max_passes"]
+
+
+def test_a_kill_after_an_opening_trains_on_nothing_twice(state):  # noqa: F811
+    one = opened(state)
+    copies = one.workers["a"].memory.copies
+    assert copies
+    assert team(state).workers["a"].memory.copies == copies
+
+
+def test_a_draft_is_trained_and_judged_on_the_streams_it_serves_alone(state):  # noqa: F811
+    one = opened(state)
+    default = one.workers[DEFAULT_ROUTE]
+    assert {example.stream for example in default.memory.examples.values()} == {"a", "b"}
+    assert {example.stream for example in default.memory.evidence(0)} == {"b"}
+    assert {example.stream for example in default.memory.replayed(100, is_hurried=True)} <= {"b"}
+    assert {example.stream for example in default.memory.since_drift()} == {"b"}
+    one.registry.close_route("a", {"closed": "by an operator"})
+    one.turn()
+    assert {example.stream for example in default.memory.evidence(0)} == {"a", "b"}
+
+
+def test_a_change_of_streams_is_no_drift(state):  # noqa: F811
+    one = team(state)
+    serve_into(state, ["a", "b"], 8)
+    settle(one)
+    default = one.workers[DEFAULT_ROUTE]
+    assert default.drift.recent
+    default.serve(default.memory.streams)
+    assert default.drift.recent
+    default.serve(Streams(names=("a",)))
+    assert not default.drift.recent
+
+
+def test_nobody_replays_while_anothers_new_requests_wait(state, monkeypatch):  # noqa: F811
+    one = team(state)
+    serve_into(state, ["a", "a", "b"], 36)
+    settle(one)
+    events = []
+    train, replay = Worker._train, Worker._step
+    monkeypatch.setattr(Worker, "_train", lambda self, *batch: events.append("new") or train(self, *batch))
+    monkeypatch.setattr(Worker, "_step", lambda self, batch: events.append("step") or replay(self, batch))
+    serve_into(state, ["a"] * 5 + ["b"], 48, first=36)
+    settle(one)
+    last_new = len(events) - 1 - events[::-1].index("new")
+    assert events[:last_new].count("step") == events[:last_new].count("new")
+
+
+def test_while_requests_come_no_more_are_scored_under_all_drafts_than_the_level_has(state, monkeypatch):  # noqa: F811
+    one = team(state)
+    serve_into(state, ["a", "a", "b"], 36)
+    settle(one)
+    asked = []
+    monkeypatch.setattr(Team, "_alphas", lambda self, rows: asked.append(len(rows)) or {})
+    monkeypatch.setattr(Worker, "is_lively", property(lambda self: True))
+    serve_into(state, ["a", "b"], 16, first=36)
+    one._look_at_streams()
+    assert asked == [16 // 8]
+
+
+def test_steps_are_counted_over_a_fresh_start(state):  # noqa: F811
+    one = team(state)
+    serve_into(state, ["a", "b"], 16)
+    settle(one)
+    steps = one.num_steps
+    worker = one.workers[DEFAULT_ROUTE]
+    assert steps == worker.trainer.num_steps > 0
+    worker.trainer.restart_from(worker.served_weights())
+    assert one.num_steps == steps
 
 
 def test_without_routing_it_is_one_worker(state):  # noqa: F811
