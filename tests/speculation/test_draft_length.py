@@ -114,25 +114,25 @@ def test_drafting_goes_on_while_one_more_token_is_worth_its_cost():
     """Dearer steps stop earlier, and the threshold is the break-even of the definition."""
     cheap, dear = (DraftLengthPolicy(costs(c), max_tokens=8, prior=0.6).choose(1) for c in (0.02, 0.1))
     assert cheap.k == dear.k == 8
-    assert 0 < cheap.stop_below < dear.stop_below < 1
+    assert 0 < cheap.stop_below[0] < dear.stop_below[0] < 1
     policy = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6)
     best = policy.best(1)
     rate = expected_tokens([0.6] * 8, best) / (0.1 * best + 1.0)
-    assert dear.stop_below == pytest.approx(0.1 * rate / 0.6)
+    assert dear.stop_below == pytest.approx([0.1 * rate] * 7)  # flat costs: the same at every position
 
 
 def test_confidence_is_calibrated_by_verdicts():
     """A draft that says 0.95 and is right half the time is believed at first, then no more."""
     policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.5)
-    assert policy.acceptance_of(0.95) == pytest.approx(0.95)
+    assert policy.chances_of(0.95) == pytest.approx((0.95, 0.5))
     for number in range(300):
         policy.record(1, number % 2, [0.95])
-    assert policy.acceptance_of(0.95) == pytest.approx(0.5, abs=0.05)
-    assert policy.acceptance_of(0.15) == pytest.approx(0.15)
+    assert policy.chances_of(0.95)[0] == pytest.approx(0.5, abs=0.05)
+    assert policy.chances_of(0.15)[0] == pytest.approx(0.15)
 
 
 def test_where_a_loop_cannot_stop_in_between_its_length_is_chosen_before():
     one = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6, is_stepwise=False)
     length = one.choose(1)
-    assert (length.k, length.stop_below) == (one.best(1), 0.0)
+    assert (length.k, length.stop_below) == (one.best(1), ())
     assert 0 < length.k < 8

@@ -1,0 +1,35 @@
+"""How one request's proposals do beside what is known of its route's: a request that copies its prompt, or asks in a language
+the draft has not met, shows it within a few rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT = 6.0
+"""Expected acceptances the route's word counts for: a request says something of itself after about as many."""
+_KEPT = 1.0 - 1.0 / 64.0
+"""Of what was seen, at each verdict: an answer's end may differ from its beginning."""
+_KEPT_UNHEARD = 1.0 - 1.0 / 16.0
+"""At each round without a verdict, or a request that began badly would not be tried again."""
+
+
+@dataclass(slots=True)
+class OwnAcceptance:
+    """Accepted tokens over those the route's estimates led to expect, discounted and shrunk to 1."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def record(self, accepted: float, expected: float) -> None:
+        self.accepted = self.accepted * _KEPT + accepted
+        self.expected = self.expected * _KEPT + expected
+
+    def fade(self) -> None:
+        """A round that said nothing."""
+        self.accepted *= _KEPT_UNHEARD
+        self.expected *= _KEPT_UNHEARD
+
+    @property
+    def factor(self) -> float:
+        """What the route's acceptance is multiplied by for this request."""
+        return (self.accepted + _WEIGHT) / (self.expected + _WEIGHT)
