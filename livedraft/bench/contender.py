@@ -92,7 +92,9 @@ class Contender:
             engine.drafting, engine.stats, engine.prefixes, engine.traffic = before
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        states = self._llm.add([self._llm.request(prompt, self._sampling, store=self._keeps_traffic) for prompt in prompts])
+        states = self._llm.add(
+            [self._llm.request(prompt, self._sampling, store=self._keeps_traffic) for prompt in prompts]
+        )
         first, decoding = states[0], Decoding()
         started, seen = 0.0, (0, 0)
 

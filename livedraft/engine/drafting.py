@@ -47,7 +47,7 @@ _SHARED_WORTH_KEPT, _SHARED_WORTH_PRIOR = 1.0 - 1.0 / 200.0, 8.0
 
 @dataclass(eq=False)
 class SharedWorth:
-    """What of a draft's worth is left beside suffixes: a round in which one goes first, or was nearly as good, needs no draft."""
+    """What of a draft's worth is left beside suffixes: a round in which one goes first, or is nearly as good, needs none."""
 
     worth: float = 0.0
     left: float = 0.0

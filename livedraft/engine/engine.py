@@ -245,7 +245,8 @@ class Engine:
     def expect_texts(self, routes: Iterable[str]) -> None:
         """Before serving: these routes' own texts are on their way (`offer_texts`), so none starts with a copy."""
         for route in routes:
-            self.traffic.setdefault(route, self.new_traffic())
+            if route not in self.traffic:
+                self.traffic[route] = self.new_traffic()
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
@@ -281,7 +282,8 @@ class Engine:
                 self.runner.target.clear_slot(slot)
         while self._offered_texts:
             route, texts = self._offered_texts.pop()
-            self.traffic.setdefault(route, self.new_traffic()).take_over(texts)
+            self.expect_texts([route])
+            self.traffic[route].take_over(texts)
         for state in self.scheduler.admit(self._should_wait):
             if state.suffix is not None:
                 state.suffix.start(state.token_ids, state.request.sampling.max_tokens)

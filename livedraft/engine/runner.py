@@ -41,8 +41,8 @@ class Runner:
         proposer: Proposer,
         chances_of: Callable[[float], tuple[float, float]],
     ) -> list[Proposal | None]:
-        """A proposal for each entry that decodes with k >= 1 and whose draft has something to say; None for the others: something
-        else may be proposed there."""
+        """A proposal for each entry that decodes with k >= 1 and whose draft has something to say; None for the others, where
+        something else may be proposed."""
         proposals: list[Proposal | None] = [None] * len(entries)
         chosen = [index for index, length in enumerate(lengths) if length.k > 0]
         if not chosen:

@@ -312,6 +312,8 @@ class SuffixMatcher:
         if self._is_current and self.match is not None:
             self.own.record(*self.traffic.statistics.judged(self.match, output))
         for match in self._found if self._is_current else []:
-            self.traffic.statistics.record(match, output)  # also the one that was not chosen, or it would never be again
+            self.traffic.statistics.record(
+                match, output
+            )  # also the one that was not chosen, or it would never be again
         self.history.extend(output)
         self._is_current = False

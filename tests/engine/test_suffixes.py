@@ -218,9 +218,7 @@ def test_a_suffix_fills_in_while_the_draft_still_reads_a_long_prompt(monkeypatch
     monkeypatch.setattr(draft_model_room, "MAX_CATCH_UP", 4)
     prompt = PROMPT * 12
     target = decoder(MODEL)
-    served = engine(
-        target, draft_model(perturbed_draft(MODEL, noise=0.0), target), k=None, prior=0.99, suffixes=True
-    )
+    served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.0), target), k=None, prior=0.99, suffixes=True)
     serve(served, [request(prompt, 0, max_tokens=12)])
     before = drafted(served)
     state = served.add_request(request(prompt, 1, max_tokens=12))

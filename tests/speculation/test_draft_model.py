@@ -113,7 +113,7 @@ def test_drafting_stops_after_keeping_a_token_that_makes_acceptance_unlikely():
         reach.append(reach[-1] * confidence)
     for length in range(1, 6):
         threshold = (reach[length] + reach[length - 1]) / 2
-        stopped = draft_model(WEIGHTS, TARGET).propose([dataclasses.replace(task(COMMITTED, 6), stop_below=(threshold,) * 6)])[
-            0
-        ]
+        stopped = draft_model(WEIGHTS, TARGET).propose(
+            [dataclasses.replace(task(COMMITTED, 6), stop_below=(threshold,) * 6)]
+        )[0]
         assert stopped.draft_token_ids == whole.draft_token_ids[:length]
