@@ -255,8 +255,8 @@ class DraftSource:
         return None
 
     def prior_of(self, draft: DraftModel | None) -> float:
-        """The acceptance to expect: what the gate measured, what a draft's folder says was, next to nothing of the target's bare
-        layers, else an even guess."""
+        """The acceptance to expect: what the gate measured, what a draft's folder says was measured, next to nothing of the
+        target's bare layers, else an even guess."""
         if draft is None:
             return 0.0
         rows = self.registry.versions(DEFAULT_ROUTE) if self.registry else []

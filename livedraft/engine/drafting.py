@@ -28,6 +28,7 @@ from livedraft.events import Events
 from livedraft.records import DEFAULT_ROUTE, Proposal, Request
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.own_acceptance import SharedWorth
 from livedraft.speculation.prediction import VERSION as PREDICTION
 from livedraft.speculation.suffix import VERSION as SUFFIX
 from livedraft.speculation.suffix import Match, SuffixMatcher
@@ -40,26 +41,6 @@ PROBE_SHARE = 0.02
 EVIDENCE_ROUNDS = 8
 """While two versions are compared, each drafts at least one token in the first rounds of a request even where it does not
 pay."""
-
-_SHARED_WORTH_KEPT, _SHARED_WORTH_PRIOR = 1.0 - 1.0 / 200.0, 8.0
-"""Of what was seen, at each round; and tokens of worth all of which count as the draft's own, to begin with."""
-
-
-@dataclass(eq=False)
-class SharedWorth:
-    """What of a draft's worth is left beside suffixes: a round in which one goes first, or is nearly as good, needs none."""
-
-    worth: float = 0.0
-    left: float = 0.0
-
-    def record(self, worth: float, suffix: float) -> None:
-        """Of one round of one request."""
-        self.worth = self.worth * _SHARED_WORTH_KEPT + worth
-        self.left = self.left * _SHARED_WORTH_KEPT + max(0.0, worth - suffix)
-
-    @property
-    def share(self) -> float:
-        return (self.left + _SHARED_WORTH_PRIOR) / (self.worth + _SHARED_WORTH_PRIOR)
 
 
 @dataclass(eq=False)
@@ -127,6 +108,8 @@ class Drafting:
         self._offers: dict[str, Lineup | None] = {}
         """By route; None ends the route."""
         self._offered_aliases: dict[str, str] | None = None
+        self._offered_priors: dict[str, float] = {}
+        """By version."""
         self._offer_lock = threading.Lock()
         self.asked_at: dict[str, float] = {}
         """By route with a draft, resident or not: when a request of it came last (monotonic)."""
@@ -222,6 +205,11 @@ class Drafting:
         with self._offer_lock:
             self._offered_aliases = dict(aliases)
 
+    def offer_prior(self, version: str, acceptance: float) -> None:
+        """From any thread: what to expect of this version from now on, where it is resident."""
+        with self._offer_lock:
+            self._offered_priors[version] = acceptance
+
     def withdraw_offer(self) -> None:
         """Keep the drafts that are in service."""
         with self._offer_lock:
@@ -229,6 +217,8 @@ class Drafting:
 
     def take_up_offer(self, live: Iterable[RequestState]) -> None:
         """Between two rounds. `live` are all running and waiting requests."""
+        if self._offered_priors:
+            self._take_up_priors()
         if not self._offers and self._offered_aliases is None:
             return
         with self._offer_lock:
@@ -250,6 +240,13 @@ class Drafting:
         for name in offers:
             if name in self._routes:
                 self._share_out(self._routes[name], [s for s in live if self._drafts_of(s) is self._routes[name]])
+
+    def _take_up_priors(self) -> None:
+        with self._offer_lock:
+            priors, self._offered_priors = self._offered_priors, {}
+        for resident in self._residents:
+            if resident.draft.version in priors:
+                resident.lengths.refresh_prior(priors[resident.draft.version])
 
     def _end_route(self, name: str) -> None:
         left = self._routes.pop(name, None) if name != DEFAULT_ROUTE else None
