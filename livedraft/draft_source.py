@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from livedraft.config import SpeculationConfig
 from livedraft.device import ExecutionPath
@@ -174,10 +175,7 @@ class DraftSource:
 
     def _check_manifest(self, folder: Path) -> None:
         """A draft's folder from elsewhere may say what it was trained for."""
-        try:
-            manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return
+        manifest = _manifest(folder)
         for name, ours in (("target", self.target_fingerprint), ("tokenizer", self.tokenizer.fingerprint)):
             theirs = manifest.get(f"{name}_fingerprint", ours)
             # Rounding the target's weights changes it too little for a draft to mind.
@@ -257,13 +255,17 @@ class DraftSource:
         return None
 
     def prior_of(self, draft: DraftModel | None) -> float:
-        """The acceptance to expect: what the gate measured, next to nothing of the target's bare layers, else an even guess."""
+        """The acceptance to expect: what the gate measured, what a draft's folder says was measured, next to nothing of the
+        target's bare layers, else an even guess."""
         if draft is None:
             return 0.0
         rows = self.registry.versions(DEFAULT_ROUTE) if self.registry else []
         decision = next((row["decision"] for row in rows if row["id"] == draft.version), None)
         if decision and decision.get("alpha") is not None:
             return float(decision["alpha"])
+        alpha = _manifest(Path(draft.version)).get("alpha")
+        if alpha is not None:
+            return float(alpha)
         serving = self.registry.in_service(DEFAULT_ROUTE) if self.registry else None
         is_first = serving is not None and serving.id == draft.version and serving.parent is None
         return _BARE_PRIOR if is_first or draft.version == UNTRAINED else 0.3
@@ -294,3 +296,12 @@ class DraftSource:
         assert self.registry is not None
         version = self._first_version(weights)
         return self.registry.publish(lambda path: save_draft(weights, path), version, status="in_service")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What a draft's folder says of it; nothing where there is none."""
+    try:
+        found = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

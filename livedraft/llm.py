@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -214,7 +214,8 @@ class LLM:
         )
         self.engine.max_traffic_age_seconds = self.learning.max_trace_age_days * 86400
         remembers = self._speculation.uses_suffixes and self._speculation.suffix_traffic_tokens > 0
-        if self._learns and self.upkeep is not None and remembers:
+        if self._learns and self.upkeep is not None and self.registry is not None and remembers:
+            self.engine.expect_texts(self.registry.routes())
             threading.Thread(target=self._remember_texts, name="livedraft-texts", daemon=True).start()
         if self._learns and self.learning.positions == "rejected" and self._speculation.num_speculative_tokens is None:
             self.events.emit("little_to_learn")
@@ -414,9 +415,7 @@ class LLM:
         most = self._speculation.suffix_traffic_tokens
         assert self.registry is not None
         try:
-            routes = [route for route in self.registry.routes() if route != DEFAULT_ROUTE]
-            parts = {route: Streams(names=(route,), are_left_out=False) for route in routes}
-            for route, streams in {DEFAULT_ROUTE: Streams(names=tuple(routes)), **parts}.items():
+            for route, streams in _streams_by_route(self.registry.routes(), self.registry.assignments()).items():
                 texts = self.upkeep.read_texts(streams, self.engine.new_traffic(), most)
                 if texts is not None:
                     self.engine.offer_texts(route, texts)
@@ -470,6 +469,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (dict, int))):
         return [prompts]  # type: ignore[list-item]  # one prompt, as its first item says
     return list(prompts)  # type: ignore[arg-type]  # several
+
+
+def _streams_by_route(routes: Sequence[str], assignments: Mapping[str, str]) -> dict[str, Streams]:
+    """Whose requests each route with a draft serves: a stream that was given to another route's draft is that route's."""
+    served: dict[str, list[str]] = {route: [] for route in routes if route != DEFAULT_ROUTE}
+    elsewhere = []
+    for stream in {*assignments, *served}:
+        route = assignments.get(stream, stream)
+        if route in served:
+            served[route].append(stream)
+            elsewhere.append(stream)
+    others = {route: Streams(names=tuple(sorted(names)), are_left_out=False) for route, names in served.items()}
+    return {DEFAULT_ROUTE: Streams(names=tuple(sorted(elsewhere))), **others}
 
 
 def conversation_root(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from livedraft import LLM, SamplingParams
+from livedraft import llm as llm_room
+from livedraft.learning.store import Streams
 from livedraft.records import UserError
 
 
@@ -114,3 +116,13 @@ def test_padded_steps_say_what_the_plain_ones_say(model_folder, tmp_path):
             outputs[graphs] = [one.token_ids for one in llm.generate(prompts, sampling)]
             outputs[graphs] += [llm.generate(prompt, sampling)[0].token_ids for prompt in prompts]
     assert outputs[True] == outputs[False]
+
+
+def test_after_a_restart_a_stream_is_read_into_the_texts_of_the_route_that_serves_it():
+    """As `Drafting.route_of` has it while serving: given to another route's draft, its own, or the default one's."""
+    found = llm_room._streams_by_route(["default", "a", "b"], {"x": "a", "b": "a", "y": "gone", "z": "default"})
+    assert found == {
+        "default": Streams(names=("a", "b", "x")),
+        "a": Streams(names=("a", "b", "x"), are_left_out=False),
+        "b": Streams(names=(), are_left_out=False),
+    }

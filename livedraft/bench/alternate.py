@@ -49,6 +49,16 @@ class Timing:
         return [own / base for own, base in zip(self.answer_speeds(), baseline.answer_speeds(), strict=True)]
 
 
+def pair_figures(timing: Timing, baseline: Timing) -> dict[str, float]:
+    """The median of the pairs' ratios with its lower 95 % bound, rounded."""
+    return ratio_figures(timing.pair_ratios(baseline))
+
+
+def ratio_figures(ratios: Sequence[float]) -> dict[str, float]:
+    ratio, bound = median_with_lower_bound(ratios)
+    return {"ratio": round(ratio, 3), "lower_bound": round(bound, 3)}
+
+
 def median_with_lower_bound(ratios: Sequence[float]) -> tuple[float, float]:
     """The median and its lower 95 % bound by bootstrap over the pairs."""
     return float(np.median(ratios)), float(np.quantile(_bootstrapped(ratios), 0.05))

@@ -11,6 +11,7 @@ from livedraft.llm import LLM
 from livedraft.records import SamplingParams
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
+from livedraft.speculation.suffix import Traffic
 
 
 @dataclass(kw_only=True)
@@ -23,8 +24,17 @@ class Decoding:
     """Drafted tokens of each round."""
 
 
+def decoding_ratios(own: Sequence[Decoding], baseline: Sequence[Decoding]) -> list[float]:
+    """Tokens a second over the baseline's, answer by answer, prompts not counted; answers of one token are left out."""
+    return [
+        one.num_tokens / one.seconds / (other.num_tokens / other.seconds)
+        for one, other in zip(own, baseline, strict=True)
+        if one.drafted_by_round and other.drafted_by_round
+    ]
+
+
 class Contender:
-    """Answers tokenised prompts, nothing stored, and counts its own speculation."""
+    """Answers tokenised prompts, leaves nothing to the others, and counts its own speculation."""
 
     def __init__(
         self,
@@ -33,10 +43,12 @@ class Contender:
         sampling: SamplingParams,
         *,
         uses_suffixes: bool = False,
+        keeps_traffic: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> None:
         """`draft`: None decodes without one; a version is looked for as `LLM.resident_draft` does. What a draft is worth is
-        measured without suffixes, unless they are asked for, and with the length that costs choose, unless it is fixed."""
+        measured without suffixes, unless they are asked for, and with the length that costs choose, unless it is fixed.
+        `keeps_traffic`: suffixes are looked for in this contender's own earlier answers too, as a server does."""
         if isinstance(draft, str):
             draft = llm.resident_draft(draft)
         self._llm, self._sampling = llm, sampling
@@ -44,6 +56,8 @@ class Contender:
             draft, llm.prior_of(draft), uses_suffixes=uses_suffixes, num_speculative_tokens=num_speculative_tokens
         )
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
+        self._keeps_traffic = keeps_traffic
+        self._traffic: dict[str, Traffic] = {}
         self.stats = SpeculationStats()
         self.decodings: list[Decoding] = []
         """One for each prompt answered alone."""
@@ -53,8 +67,10 @@ class Contender:
         return self._drafting.service.draft if self._drafting.service else None
 
     def forget_counts(self) -> None:
-        """What was answered so far was warming up; what was learnt of the draft stays."""
+        """What was answered so far was warming up; what was learnt of the draft stays, what was kept of
+        the texts does not."""
         self.stats, self.decodings = SpeculationStats(), []
+        self._traffic = {}
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -67,16 +83,18 @@ class Contender:
     def together(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Answers to prompts that are served at once."""
         engine = self._llm.engine
-        before = engine.drafting, engine.stats, engine.prefixes
-        engine.drafting, engine.stats = self._drafting, self.stats
+        before = engine.drafting, engine.stats, engine.prefixes, engine.traffic
+        engine.drafting, engine.stats, engine.traffic = self._drafting, self.stats, self._traffic
         engine.prefixes = self._no_reuse
         try:
             return self._answers(prompts)
         finally:
-            engine.drafting, engine.stats, engine.prefixes = before
+            engine.drafting, engine.stats, engine.prefixes, engine.traffic = before
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        states = self._llm.add([self._llm.request(prompt, self._sampling, store=False) for prompt in prompts])
+        states = self._llm.add(
+            [self._llm.request(prompt, self._sampling, store=self._keeps_traffic) for prompt in prompts]
+        )
         first, decoding = states[0], Decoding()
         started, seen = 0.0, (0, 0)
 

@@ -1,8 +1,12 @@
 """`livedraft bench lengths`: the adaptive draft length beside every fixed one, over a mixed stream, interleaved.
 
-    measured    tokens a second of whole answers; the ratio is of all seconds, its interval by bootstrap over the prompts
-    computed    the same answers' rounds, at what their passes cost in isolation: k draft steps and a target pass over k + 1
-                rows each, so the machine's noise falls out and only the choice of lengths is judged
+    measured              tokens a second of whole answers, prompts included; the ratio is of all seconds, its interval by
+                          bootstrap over the prompts
+    measured_decoding     of what comes after the first token: a prompt takes the same time whatever drafts
+    computed              the same answers' rounds, at what their passes cost in a round, the costs that the policy chooses by:
+                          k draft steps and a target pass over k + 1 rows each, so the machine's noise falls out and only the
+                          choice of lengths is judged
+    computed_isolated     the same with draft steps timed one after the other, their weights still in the caches
 
 The best fixed length is known only in hindsight, and another stream has another. In the second part many requests are served at
 once: there drafting may not pay at all, and the adaptive length must not be slower than plain decoding.
@@ -32,6 +36,9 @@ from livedraft.speculation.draft_length import CostModel
 FIXED_DEFAULT = 4
 """What others draft in every round unless told otherwise."""
 _NUM_RESAMPLES = 4000
+_KINDS = ("measured", "measured_decoding", "computed", "computed_isolated")
+_LEAST_GROUPS = 10
+"""Alternating pairs under load."""
 
 
 def run(
@@ -72,8 +79,8 @@ def run(
             contender(token_ids[0])
             contender.forget_counts()
         timings = alternate(contenders, token_ids, num_rounds=1, report=bar, name="lengths")
-        costs = llm.engine.runner.measure_costs(resident, num_repeats=9, is_draft_isolated=True)
-        result = _alone(contenders, timings, costs)
+        isolated = llm.engine.runner.measure_costs(resident, is_draft_isolated=True)
+        result = _alone(contenders, timings, llm.engine.costs, isolated)
         result["together"] = _together(llm, contenders, token_ids, num_together, bar)
         result |= {
             "draft": draft if is_whole_model(draft) else resident.version,
@@ -87,15 +94,21 @@ def run(
     print(json.dumps(result)) if as_json else _print(result)
 
 
-def _alone(contenders: Mapping[str, Contender], timings: Mapping[str, Timing], costs: CostModel) -> dict[str, Any]:
-    measured = {name: np.array([timing.num_tokens[0], timing.seconds[0]]) for name, timing in timings.items()}
-    computed = {
-        name: np.array([(one.num_tokens, seconds_of_rounds(one.drafted_by_round, costs)) for one in c.decodings]).T
-        for name, c in contenders.items()
+def _alone(
+    contenders: Mapping[str, Contender], timings: Mapping[str, Timing], costs: CostModel, isolated: CostModel
+) -> dict[str, Any]:
+    by_kind = {
+        "measured": {name: np.array([timing.num_tokens[0], timing.seconds[0]]) for name, timing in timings.items()},
+        "measured_decoding": {
+            name: np.array([(one.num_tokens, one.seconds) for one in c.decodings]).T for name, c in contenders.items()
+        },
+        "computed": _computed(contenders, costs),
+        "computed_isolated": _computed(contenders, isolated),
     }
     fixed = [name for name in contenders if name.startswith("fixed")]
     result: dict[str, Any] = {
         "c": round(costs.draft_cost, 4),
+        "c_isolated": round(isolated.draft_cost, 4),
         "verify_cost": {str(k + 1): round(costs.verify_cost(k + 1), 3) for k in (1, 2, 4, 8)},
         "acceptance_rate": {name: c.stats.acceptance_rate for name, c in contenders.items() if name != "plain"},
         "drafted_a_round": {
@@ -104,7 +117,7 @@ def _alone(contenders: Mapping[str, Contender], timings: Mapping[str, Timing], c
             if name != "plain"
         },
     }
-    for kind, figures in (("measured", measured), ("computed", computed)):
+    for kind, figures in by_kind.items():
         speeds = {name: float(tokens.sum() / seconds.sum()) for name, (tokens, seconds) in figures.items()}
         best = max(fixed, key=speeds.__getitem__)
         result[kind] = {
@@ -120,6 +133,14 @@ def _alone(contenders: Mapping[str, Contender], timings: Mapping[str, Timing], c
             },
         }
     return result
+
+
+def _computed(contenders: Mapping[str, Contender], costs: CostModel) -> dict[str, np.ndarray]:
+    """Tokens and seconds of each answer's rounds."""
+    return {
+        name: np.array([(one.num_tokens, seconds_of_rounds(one.drafted_by_round, costs)) for one in c.decodings]).T
+        for name, c in contenders.items()
+    }
 
 
 def seconds_of_rounds(drafted_by_round: Sequence[int], costs: CostModel) -> float:
@@ -145,7 +166,7 @@ def ratio_of_sums(own: np.ndarray, other: np.ndarray, seed: int = 0) -> dict[str
 def _together(
     llm: LLM, contenders: Mapping[str, Contender], token_ids: Sequence[list[int]], num_together: int, bar: Bar
 ) -> dict[str, Any]:
-    num_groups = max(3, len(token_ids) // num_together)
+    num_groups = max(_LEAST_GROUPS, len(token_ids) // num_together)
     groups = [
         [token_ids[(group * num_together + place) % len(token_ids)] for place in range(num_together)]
         for group in range(num_groups)
@@ -166,16 +187,18 @@ def _print(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(
-        "draft length", "tokens/s", "computed", "drafted a round", "accepted", title="livedraft bench lengths"
-    )
+        "draft length", "tokens/s", "decoding only", "computed", "drafted a round", "accepted",
+        title="livedraft bench lengths",
+    )  # fmt: skip
     for name, speed in result["measured"]["tokens_per_second"].items():
         rate = result["acceptance_rate"].get(name)
         table.add_row(
-            name, f"{speed:.1f}", f"{result['computed']['tokens_per_second'][name]:.1f}",
+            name, f"{speed:.1f}", f"{result['measured_decoding']['tokens_per_second'][name]:.1f}",
+            f"{result['computed']['tokens_per_second'][name]:.1f}",
             f"{result['drafted_a_round'].get(name, 0):.2f}", "–" if rate is None else f"{rate:.2f}",
         )  # fmt: skip
     Console().print(table)
-    for kind in ("measured", "computed"):
+    for kind in _KINDS:
         figures = result[kind]
         shown = ", ".join(
             f"{label.replace('_', ' ')} × {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
@@ -183,6 +206,6 @@ def _print(result: dict[str, Any]) -> None:
                 (name, figures[f"adaptive_over_{name}"]) for name in ("best_fixed", "fixed_default", "plain")
             )
         )
-        print(f"adaptive, {kind}: over {shown}; the best fixed length is {figures['best_fixed']}")
+        print(f"adaptive, {kind.replace('_', ' ')}: over {shown}; the best fixed length is {figures['best_fixed']}")
     together = result["together"]
     print(f"{together['requests']} together: × {together['adaptive_over_plain']:.3f} {together['interval']} of plain")

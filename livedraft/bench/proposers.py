@@ -1,27 +1,37 @@
 """`livedraft bench proposers`: plain decoding, suffixes alone, the draft alone and both, stream by stream, interleaved.
 
 A stream is a prompt file or, within one, a topic; with `--second-turns` the conversations that have a second turn are asked it,
-after the target's own first answer. Nothing is kept between requests: suffixes come from each request's own text.
+after the target's own first answer.
+
+    suffix, suffix_and_draft                              suffixes of the request's own text alone; nothing is kept
+    suffix_with_traffic, suffix_with_traffic_and_draft    and of this contender's own earlier answers of the stream, as served
+
+    whole_answer      tokens a second with the time of the prompt, which no proposer shortens
+    decoding_only     of what comes after the first token
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from livedraft.bench.alternate import Timing, alternate, median_with_lower_bound
-from livedraft.bench.contender import Contender
+from livedraft.bench.alternate import Timing, alternate, pair_figures, ratio_figures
+from livedraft.bench.contender import Contender, decoding_ratios
 from livedraft.bench.progress import Bar
-from livedraft.bench.prompts import Row, read_rows
+from livedraft.bench.prompts import Row, read_rows, spread
 from livedraft.bench.same_output import compare_outputs
 from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
 from livedraft.models.pull import resolve_model
 from livedraft.records import SamplingParams, UserError
 
-_TURNS = ("suffix", "draft", "suffix_and_draft")
+_ALONE_OF_BOTH = {
+    "suffix_and_draft": ("suffix", "draft"),
+    "suffix_with_traffic_and_draft": ("suffix_with_traffic", "draft"),
+}
+"""What each combination is compared with."""
 
 
 def run(
@@ -54,7 +64,7 @@ def run(
 
 
 def _streams(prompts: Sequence[str], limit: int, topics: Sequence[str], second_turns: bool) -> dict[str, list[Row]]:
-    """At most `limit` rows of each stream."""
+    """At most `limit` rows of each stream, from the whole of it: some files are sorted by topic."""
     streams: dict[str, list[Row]] = {}
     for source in prompts:
         for row in read_rows(source, None):
@@ -67,7 +77,7 @@ def _streams(prompts: Sequence[str], limit: int, topics: Sequence[str], second_t
                 streams.setdefault("second turns", []).append(row)
     if not streams:
         raise UserError("No prompt is of the topics asked for.")
-    return {name: rows[:limit] for name, rows in streams.items()}
+    return {name: spread(rows, limit) for name, rows in streams.items()}
 
 
 def _prompt(llm: LLM, row: Row, max_tokens: int) -> list[int]:
@@ -87,11 +97,14 @@ def _stream(
     contenders = {
         "plain": Contender(llm, None, sampling),
         "suffix": Contender(llm, None, sampling, uses_suffixes=True),
+        "suffix_with_traffic": Contender(llm, None, sampling, uses_suffixes=True, keeps_traffic=True),
         "draft": Contender(llm, version, sampling),
         "suffix_and_draft": Contender(llm, version, sampling, uses_suffixes=True),
+        "suffix_with_traffic_and_draft": Contender(llm, version, sampling, uses_suffixes=True, keeps_traffic=True),
     }
-    for contender in contenders.values():
+    for contender in contenders.values():  # warm up: caches and code paths
         contender(token_ids[0])
+        contender.forget_counts()
     bar = Bar()
     timings = alternate(
         contenders,
@@ -106,34 +119,48 @@ def _stream(
         "mean_prompt_tokens": round(sum(map(len, token_ids)) / len(token_ids)),
         "plain_tokens_per_second": round(timings["plain"].tokens_per_second(), 1),
     }
-    for one in _TURNS:
-        figures[one] = _ratio(timings[one], timings["plain"]) | {
-            "acceptance_rate": contenders[one].stats.acceptance_rate,
-            "block_efficiency": contenders[one].stats.block_efficiency,
-        }
-        figures[f"suffix_and_draft_over_{one}"] = _ratio(timings["suffix_and_draft"], timings[one])
-    del figures["suffix_and_draft_over_suffix_and_draft"]
+    for one in contenders:
+        if one != "plain":
+            figures[one] = _ratios(one, "plain", timings, contenders) | {
+                "acceptance_rate": contenders[one].stats.acceptance_rate,
+                "block_efficiency": contenders[one].stats.block_efficiency,
+            }
+    for both, each_alone in _ALONE_OF_BOTH.items():
+        for one in each_alone:
+            figures[f"{both}_over_{one}"] = _ratios(both, one, timings, contenders)
     if sampling.is_greedy:
         same = compare_outputs(
-            token_ids, timings["plain"].outputs, timings["suffix_and_draft"].outputs, resolve_model(model)
+            token_ids, timings["plain"].outputs, timings["suffix_with_traffic_and_draft"].outputs, resolve_model(model)
         )
         figures |= {"same_output": same.num_same, "near_ties": len(same.near_tie_gaps), "compared": same.num_compared}
     return figures
 
 
-def _ratio(timing: Timing, baseline: Timing) -> dict[str, float]:
-    ratio, bound = median_with_lower_bound(timing.pair_ratios(baseline))
-    return {"ratio": round(ratio, 3), "lower_bound": round(bound, 3)}
+def _ratios(
+    own: str, other: str, timings: Mapping[str, Timing], contenders: Mapping[str, Contender]
+) -> dict[str, dict[str, float] | None]:
+    """With the prompt's time and without. The second is None where every answer is one token."""
+    decoding = decoding_ratios(contenders[own].decodings, contenders[other].decodings)
+    return {
+        "whole_answer": pair_figures(timings[own], timings[other]),
+        "decoding_only": ratio_figures(decoding) if decoding else None,
+    }
 
 
 def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("stream", "prompts", "plain, tokens/s", *(f"{one.replace('_', ' ')}, × plain" for one in _TURNS))
-    for name, figures in result["streams"].items():
-        table.add_row(
-            name, str(figures["num_prompts"]), str(figures["plain_tokens_per_second"]),
-            *(f"{figures[one]['ratio']:.2f} ({figures[one]['lower_bound']:.2f})" for one in _TURNS),
+    ways = ("suffix", "suffix_with_traffic", "draft", "suffix_and_draft", "suffix_with_traffic_and_draft")
+    for kind in ("whole_answer", "decoding_only"):
+        table = Table(
+            "stream", "prompts", "plain, tokens/s", *(way.replace("_", " ") for way in ways),
+            title=f"× plain, {kind.replace('_', ' ')} (lower 95 % bound)",
         )  # fmt: skip
-    Console().print(table)
+        for name, figures in result["streams"].items():
+            ratios = [figures[way][kind] for way in ways]
+            table.add_row(
+                name, str(figures["num_prompts"]), str(figures["plain_tokens_per_second"]),
+                *("–" if one is None else f"{one['ratio']:.2f} ({one['lower_bound']:.2f})" for one in ratios),
+            )  # fmt: skip
+        Console().print(table)

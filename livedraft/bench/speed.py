@@ -3,6 +3,9 @@
 What the passes alone allow is S = E / (k c + V(k + 1)): E tokens a round, c a draft step and V(n) a target pass over n rows,
 both isolated and in target passes over one row. `share_of_formula` is the measured speed-up of decoding over S, prompt by
 prompt with the k that each round had: what is missing to 1 is our own overhead.
+
+`as_served` is what a server does by default: the draft, and suffixes of the request's own text and of its own earlier answers.
+`speculative` is the draft alone.
 """
 
 from __future__ import annotations
@@ -14,8 +17,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from livedraft.bench.alternate import Timing, alternate, median_with_interval, median_with_lower_bound
-from livedraft.bench.contender import Contender
+from livedraft.bench.alternate import (
+    Timing,
+    alternate,
+    median_with_interval,
+    median_with_lower_bound,
+    pair_figures,
+    ratio_figures,
+)  # fmt: skip
+from livedraft.bench.contender import Contender, decoding_ratios
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
 from livedraft.bench.rivals import Transformers
@@ -49,23 +59,25 @@ def run(
         bar = Bar()
         token_ids = [llm.tokenizer.encode_chat(messages) for messages in prompts]
         speculative = Contender(llm, version, sampling) if version else None
+        as_served = Contender(llm, version, sampling, uses_suffixes=True, keeps_traffic=True) if version else None
         plain, rival = Contender(llm, None, sampling), Transformers(llm, model).contender(sampling)
         contenders: dict[str, Callable[[list[int]], list[int]]] = {
             "plain": plain,
             "transformers": lambda prompt: rival([prompt])[0],
         }
-        if speculative is not None:
-            contenders["speculative"] = speculative
+        if speculative is not None and as_served is not None:
+            contenders |= {"speculative": speculative, "as_served": as_served}
         for contender in contenders.values():  # warm up: caches and code paths
             contender(token_ids[0])
-        for own in (plain, speculative):
+        for own in (plain, speculative, as_served):
             if own is not None:
                 own.forget_counts()
         timings = alternate(contenders, token_ids, num_rounds=1, report=bar)
         bar.stop()
         result = _result(llm, version, speculative, timings)
-        if speculative is not None:
+        if speculative is not None and as_served is not None:
             result |= _beside_formula(llm, plain, speculative)
+            result["as_served"] = _as_served(plain, speculative, as_served, timings)
             same = compare_outputs(
                 token_ids, timings["plain"].outputs, timings["speculative"].outputs, resolve_model(model)
             )
@@ -112,6 +124,27 @@ def _result(llm: LLM, version: str | None, speculative: Contender | None, timing
             "block_efficiency": speculative.stats.block_efficiency,
         }
     return result
+
+
+def _as_served(
+    plain: Contender, speculative: Contender, as_served: Contender, timings: dict[str, Timing]
+) -> dict[str, Any]:
+    """With suffixes and traffic, over plain decoding and over the draft alone; with the prompt's time and without."""
+    own = timings["as_served"]
+    figures: dict[str, Any] = {
+        "tokens_per_second": round(own.tokens_per_second(), 2),
+        "acceptance_rate": as_served.stats.acceptance_rate,
+        "block_efficiency": as_served.stats.block_efficiency,
+    }
+    for name, contender, timing in (
+        ("plain", plain, timings["plain"]), ("draft_alone", speculative, timings["speculative"]),
+    ):  # fmt: skip
+        decoding = decoding_ratios(as_served.decodings, contender.decodings)
+        figures[f"over_{name}"] = {
+            "whole_answer": pair_figures(own, timing),
+            "decoding_only": ratio_figures(decoding) if decoding else None,
+        }
+    return figures
 
 
 def _beside_formula(llm: LLM, plain: Contender, speculative: Contender) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from livedraft.config import SpeculationConfig
@@ -28,9 +28,10 @@ from livedraft.events import Events
 from livedraft.records import DEFAULT_ROUTE, Proposal, Request
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
+from livedraft.speculation.own_acceptance import SharedWorth
 from livedraft.speculation.prediction import VERSION as PREDICTION
 from livedraft.speculation.suffix import VERSION as SUFFIX
-from livedraft.speculation.suffix import Match, MatchStatistics
+from livedraft.speculation.suffix import Match, SuffixMatcher
 
 logger = logging.getLogger("livedraft")
 DEFAULT_PRIOR = 0.3
@@ -59,6 +60,7 @@ class RouteDrafts:
     second: Resident | None = None
     share: float = 0.0
     first_takes_second: bool = False
+    beside_suffixes: SharedWorth = field(default_factory=SharedWorth)
 
     def residents(self) -> list[Resident]:
         return [resident for resident in (self.service, self.second) if resident is not None]
@@ -103,10 +105,11 @@ class Drafting:
         self.failures: dict[str, str] = {}
         """By version: why it is out of service."""
         self.uses_suffixes = speculation.uses_suffixes
-        self.matches = MatchStatistics()
         self._offers: dict[str, Lineup | None] = {}
         """By route; None ends the route."""
         self._offered_aliases: dict[str, str] | None = None
+        self._offered_priors: dict[str, float] = {}
+        """By version."""
         self._offer_lock = threading.Lock()
         self.asked_at: dict[str, float] = {}
         """By route with a draft, resident or not: when a request of it came last (monotonic)."""
@@ -202,6 +205,11 @@ class Drafting:
         with self._offer_lock:
             self._offered_aliases = dict(aliases)
 
+    def offer_prior(self, version: str, acceptance: float) -> None:
+        """From any thread: what to expect of this version from now on, where it is resident."""
+        with self._offer_lock:
+            self._offered_priors[version] = acceptance
+
     def withdraw_offer(self) -> None:
         """Keep the drafts that are in service."""
         with self._offer_lock:
@@ -209,6 +217,8 @@ class Drafting:
 
     def take_up_offer(self, live: Iterable[RequestState]) -> None:
         """Between two rounds. `live` are all running and waiting requests."""
+        if self._offered_priors:
+            self._take_up_priors()
         if not self._offers and self._offered_aliases is None:
             return
         with self._offer_lock:
@@ -230,6 +240,13 @@ class Drafting:
         for name in offers:
             if name in self._routes:
                 self._share_out(self._routes[name], [s for s in live if self._drafts_of(s) is self._routes[name]])
+
+    def _take_up_priors(self) -> None:
+        with self._offer_lock:
+            priors, self._offered_priors = self._offered_priors, {}
+        for resident in self._residents:
+            if resident.draft.version in priors:
+                resident.lengths.refresh_prior(priors[resident.draft.version])
 
     def _end_route(self, name: str) -> None:
         left = self._routes.pop(name, None) if name != DEFAULT_ROUTE else None
@@ -311,7 +328,15 @@ class Drafting:
         if length.k > 0 and resident.lengths.fixed is None:
             chosen = self._worth_catching_up(resident, entries, chosen, is_probe=length.is_probe)
         resident.rounds_since_probe += 1
-        lengths = [replace(length, k=max(0, min(length.k, limit))) for limit in chosen]
+        num_rows = num_drafting + num_other_rows + num_predicted
+        lengths = []
+        for entry, limit in zip(entries, chosen, strict=True):
+            own = length
+            if limit > 0:
+                own = resident.lengths.adapted(length, entry.state.own_acceptance, num_drafting, num_rows)
+            if own.k == 0:
+                entry.state.own_acceptance.fade()
+            lengths.append(replace(own, k=max(0, min(own.k, limit))))
         if resident.lengths.fixed is not None:
             return lengths
         return [
@@ -332,13 +357,16 @@ class Drafting:
         num_drafting = sum(limit > 0 for limit in limits)
         if num_drafting == 0:
             return limits
-        value = resident.lengths.value(num_drafting, sum(entry.num_pending_rows for entry in entries))
+        num_rows = sum(entry.num_pending_rows for entry in entries)
         chosen = []
         for entry, limit in zip(entries, limits, strict=True):
             if limit > 0:
                 lag = len(entry.state.token_ids) - draft.lengths[entry.state.slot]
                 cost = max(0, lag - 1) * self._costs.draft_write_seconds / round_seconds  # in tokens of plain decoding
+                value = resident.lengths.value(num_drafting, num_rows, entry.state.own_acceptance.factor)
                 rounds_left = (limit + 1) / (1.0 + max(0.0, value))
+                if self.uses_suffixes:
+                    value *= self._drafts_of(entry.state).beside_suffixes.share
                 worth = PROBE_SHARE * resident.rounds_since_probe if is_probe else value * rounds_left
                 limit = limit if cost <= max(0.0, worth) else 0
             chosen.append(limit)
@@ -351,7 +379,7 @@ class Drafting:
     ) -> Sequence[Proposal | None]:
         draft = resident.draft
         try:
-            return self._runner.propose(entries, lengths, draft, resident.lengths.acceptance_of)
+            return self._runner.propose(entries, lengths, draft, resident.lengths.chances_of)
         except Exception as error:  # a broken draft costs speed, never an answer
             logger.exception("The draft %s failed and is out of service.", draft.version)
             self.failures[draft.version] = f"{type(error).__name__}: {error}"
@@ -381,39 +409,47 @@ class Drafting:
             return refused
         num_rows = sum(entry.num_pending_rows for entry in entries)
         rate = len(decoding) / self._costs.target_seconds(num_rows)
-        values = {
-            id(route): max((one.lengths.value(len(decoding), num_rows) for one in route.residents()), default=0.0)
-            for route in {
-                id(route): route for route in map(self._drafts_of, (entries[i].state for i in decoding))
-            }.values()
-        }
         for index in decoding:
             state = entries[index].state
-            match = state.suffix.find() if state.suffix is not None else None
-            if match is None or proposals[index] is not None:
+            if proposals[index] is not None or state.suffix is None:
                 continue
-            k, value = self._suffix_length(match, limits[index], num_rows, rate)
-            if k == 0:
+            match = state.suffix.find()
+            k, value = (0, 0.0) if match is None else self._suffix_length(
+                match, state.suffix, limits[index], num_rows, rate
+            )  # fmt: skip
+            route = self._drafts_of(state)
+            worth = self._worth_of_drafts(route, state, len(decoding), num_rows)
+            route.beside_suffixes.record(max(0.0, worth), value)
+            if k == 0 or match is None:
                 continue
             suffix = Proposal(draft_token_ids=list(match.continuation[:k]), draft_version=SUFFIX)
-            if value >= values[id(self._drafts_of(state))] and not self._is_evidence(state):
+            if value >= worth and not self._is_evidence(state):
                 num_rows += k
                 proposals[index] = suffix
             else:
                 refused[index] = suffix
         return refused
 
-    def _suffix_length(self, match: Match, limit: int, num_rows: int, rate: float) -> tuple[int, float]:
+    @staticmethod
+    def _worth_of_drafts(route: RouteDrafts, state: RequestState, num_requests: int, num_rows: int) -> float:
+        """The best of the route's drafts to this request in the coming round, as `DraftLengthPolicy.value`."""
+        factor = state.own_acceptance.factor
+        return max((one.lengths.value(num_requests, num_rows, factor) for one in route.residents()), default=0.0)
+
+    def _suffix_length(
+        self, match: Match, matcher: SuffixMatcher, limit: int, num_rows: int, rate: float
+    ) -> tuple[int, float]:
         """(tokens to propose, what they are worth as in `DraftLengthPolicy.value`) beside `num_rows` rows, in a round that
         gives `rate` tokens a second without."""
         fixed = self._speculation.num_speculative_tokens
         most = min(
             limit, len(match.continuation), self._speculation.max_num_speculative_tokens if fixed is None else fixed
         )
+        statistics, factor = matcher.traffic.statistics, matcher.own.factor
         base = self._costs.target_seconds(num_rows)
         best, worth, reach, gain = 0, 0.0, 1.0, 0.0
         for k in range(1, most + 1):
-            reach *= self.matches.acceptance(match, k - 1)
+            reach *= min(1.0, statistics.acceptance(match, k - 1) * factor)
             gain += reach
             value = gain - rate * (self._costs.target_seconds(num_rows + k) - base)
             if value > worth or (fixed is not None and k == most):
@@ -435,7 +471,7 @@ class Drafting:
         """A verdict on what one of the drafts proposed."""
         for resident in self._drafts_of(state).residents():
             if resident.draft.version == proposal.draft_version:
-                resident.lengths.record(num_drafted, num_accepted, proposal.confidences)
+                resident.lengths.record(num_drafted, num_accepted, proposal.confidences, state.own_acceptance)
 
     # --- caches, slot by slot ---------------------------------------------------------------------------------------
 

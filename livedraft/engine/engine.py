@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,16 @@ from livedraft.events import Events
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
 from livedraft.models.top_tokens import best_tokens
-from livedraft.records import ContextTooLongError, FinishReason, Proposal, Request, Trace, Verdict, is_held_out
+from livedraft.records import (
+    DEFAULT_ROUTE,
+    ContextTooLongError,
+    FinishReason,
+    Proposal,
+    Request,
+    Trace,
+    Verdict,
+    is_held_out,
+)
 from livedraft.sampling import raw_logprobs
 from livedraft.speculation.draft_length import CostModel
 from livedraft.speculation.draft_model import DraftModel
@@ -109,7 +118,7 @@ class Engine:
             state.prediction = Prediction(request.prediction_token_ids)
         if self.drafting.uses_suffixes:
             state.suffix = SuffixMatcher(
-                traffic=self._traffic_of(request), statistics=self.drafting.matches, client_key=request.client_key,
+                traffic=self._traffic_of(request), client_key=request.client_key,
                 longest=self.speculation.num_speculative_tokens or self.speculation.max_num_speculative_tokens,
             )  # fmt: skip
         if self.trace_sink is not None and request.store:
@@ -225,11 +234,19 @@ class Engine:
         )
 
     def _traffic_of(self, request: Request) -> Traffic:
-        """Routes without a draft of their own share the default one's."""
+        """Routes without a draft of their own share the default one's, and a new one starts with a copy of it: its stream was
+        served there."""
         route = self.drafting.route_of(request)
         if route not in self.traffic:  # not setdefault: an empty one is megabytes
-            self.traffic[route] = self.new_traffic()
+            default = self.traffic.get(DEFAULT_ROUTE)
+            self.traffic[route] = default.copied() if default is not None else self.new_traffic()
         return self.traffic[route]
+
+    def expect_texts(self, routes: Iterable[str]) -> None:
+        """Before serving: these routes' own texts are on their way (`offer_texts`), so none starts with a copy."""
+        for route in routes:
+            if route not in self.traffic:
+                self.traffic[route] = self.new_traffic()
 
     @torch.inference_mode()
     def step(self) -> list[RequestState]:
@@ -267,7 +284,8 @@ class Engine:
                 self.runner.target.clear_slot(slot)
         while self._offered_texts:
             route, texts = self._offered_texts.pop()
-            self.traffic.setdefault(route, self.new_traffic()).take_over(texts)
+            self.expect_texts([route])
+            self.traffic[route].take_over(texts)
         for state in self.scheduler.admit(self._should_wait):
             if state.suffix is not None:
                 state.suffix.start(state.token_ids, state.request.sampling.max_tokens)

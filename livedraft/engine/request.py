@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from livedraft.engine.tracing import TraceBuilder
 from livedraft.records import FinishReason, Request, RequestCounts, TokenLogprobs
+from livedraft.speculation.own_acceptance import OwnAcceptance
 from livedraft.speculation.prediction import Prediction
 from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
@@ -49,6 +50,8 @@ class RequestState:
     """Only with stop strings: they are found here, inside the round that completes them."""
     prediction: Prediction | None = None
     suffix: SuffixMatcher | None = None
+    own_acceptance: OwnAcceptance = field(default_factory=OwnAcceptance)
+    """Of the drafts' proposals for it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One an output token, where the request asks for them."""
     num_cached_tokens: int = 0

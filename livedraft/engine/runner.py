@@ -22,6 +22,8 @@ _COST_POSITION = 64
 """Context length at which passes are timed."""
 _COST_REQUESTS = (1, 2, 4, 8, 16)
 _NUM_DRAFT_STEPS = 3
+_COST_REPEATS = 9
+"""Draft lengths follow from differences of two medians, and those of three are mostly noise."""
 _LONG_SECONDS = 0.04
 _COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 64)
 
@@ -37,16 +39,17 @@ class Runner:
         entries: list[RoundEntry],
         lengths: list[DraftLength],
         proposer: Proposer,
-        acceptance_of: Callable[[float], float],
+        chances_of: Callable[[float], tuple[float, float]],
     ) -> list[Proposal | None]:
-        """A proposal for each entry that decodes with k >= 1; None for the others."""
+        """A proposal for each entry that decodes with k >= 1 and whose draft has something to say; None for the others, where
+        something else may be proposed."""
         proposals: list[Proposal | None] = [None] * len(entries)
         chosen = [index for index, length in enumerate(lengths) if length.k > 0]
         if not chosen:
             return proposals
-        tasks = [_task(entries[index], lengths[index], acceptance_of) for index in chosen]
+        tasks = [_task(entries[index], lengths[index], chances_of) for index in chosen]
         for index, proposal in zip(chosen, proposer.propose_ahead(tasks), strict=True):
-            proposals[index] = proposal
+            proposals[index] = proposal if proposal.draft_token_ids else None
         return proposals
 
     def verify(self, entries: list[RoundEntry], proposals: list[Proposal | None]) -> list[torch.Tensor]:
@@ -76,7 +79,7 @@ class Runner:
         return list(logits_RV.split(num_logits))
 
     def measure_costs(
-        self, draft: DraftModel | None, num_repeats: int = 3, *, is_draft_isolated: bool = False
+        self, draft: DraftModel | None, num_repeats: int = _COST_REPEATS, *, is_draft_isolated: bool = False
     ) -> CostModel:
         """Time passes on idle slots: the target's over several row counts, the draft's over several requests, after a target
         pass as in a round, or isolated, with its weights still in the caches.
@@ -113,7 +116,7 @@ class Runner:
         )
 
 
-def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float], float]) -> ProposalTask:
+def _task(entry: RoundEntry, length: DraftLength, chances_of: Callable[[float], tuple[float, float]]) -> ProposalTask:
     state = entry.state
     return ProposalTask(
         slot=state.slot,
@@ -124,7 +127,7 @@ def _task(entry: RoundEntry, length: DraftLength, acceptance_of: Callable[[float
         num_tokens=length.k,
         stop_below=length.stop_below,
         prefix=state.prefix,
-        acceptance_of=acceptance_of,
+        chances_of=chances_of,
     )
 
 

@@ -34,6 +34,8 @@ from livedraft.speculation.draft_model import DraftModel
 POLL_SECONDS = 0.25
 CANARY_SHARE = 0.1
 _STICKY_SECONDS = 60.0
+_PRIOR_SECONDS = 5.0
+"""Between two looks at what the trainer expects of the draft in service."""
 
 
 @dataclass(kw_only=True)
@@ -147,6 +149,8 @@ class RouteSwaps:
         self.trial: Trial | None = None
         self._refused: set[str] = set()
         self._resumes_watch = True
+        self._prior_seen: tuple[str, float] | None = None
+        self._prior_seen_at = float("-inf")
 
     def leave(self) -> None:
         """The default route's draft serves instead."""
@@ -171,8 +175,21 @@ class RouteSwaps:
             self._end_trial()  # withdrawn by an operator
         if self.trial is None and canary is not None:
             self._start_canary(canary)
+        self._refresh_prior()
         if self.trial is not None:
             self._judge(self.trial, is_next_waiting=canary is not None and canary.id != self.trial.new.id)
+
+    def _refresh_prior(self) -> None:
+        """The trainer scores the draft in service whether or not it is drafted with: where it is not, this brings it back."""
+        now = time.monotonic()
+        if self._serving is None or now - self._prior_seen_at < _PRIOR_SECONDS:
+            return
+        self._prior_seen_at = now
+        decision = self._registry.version(self._serving.id)["decision"] or {}
+        seen = self._serving.id, decision.get("recent_alpha_at", 0.0)
+        if "recent_alpha" in decision and seen != self._prior_seen:
+            self._prior_seen = seen
+            self._engine.drafting.offer_prior(self._serving.id, decision["recent_alpha"])
 
     # --- changes ----------------------------------------------------------------------------------------------------
 

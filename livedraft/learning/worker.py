@@ -68,6 +68,8 @@ MAX_BAD_STEPS = 3
 """Steps in a row that would have ruined the weights; then the trainer starts again from the version in service."""
 REQUESTS_TO_CLOSE = 64
 """Served by one version without a roll-back: as many as the watch looks at."""
+REQUESTS_BETWEEN_PRIORS = 64
+"""Scored, until serving is told again what to expect of the draft it has."""
 MAX_COOLDOWN_DOUBLINGS = 5
 """The breaker: each roll-back in a row doubles what has to be learnt before the next candidate, up to 32 times; one version
 that stays closes it again."""
@@ -116,6 +118,8 @@ class Worker:
         self.num_bad_steps = 0
         self.reports = Reports(state, route, self._figures)
         self.drift = DriftWatch()
+        self._recent_of = in_service.id
+        self._recent_alphas: list[float] = []
         self.earlier = EarlierDrafts()
         self.num_drifts = 0
         self.versions = Versions(self.registry)
@@ -354,8 +358,20 @@ class Worker:
         if self.num_served >= REQUESTS_TO_CLOSE:
             self.num_rolled_back = 0
         by_served = {row.id for row, _ in batch if row.draft_version == self.in_service.id}
-        self._watch_for_drift({trace_id: found[trace_id][0] for trace_id in sorted(by_served & found.keys())})
+        alphas = {trace_id: found[trace_id][0] for trace_id in sorted(by_served & found.keys())}
+        self._note_alpha(list(alphas.values()))
+        self._watch_for_drift(alphas)
         return True
+
+    def _note_alpha(self, alphas: list[float]) -> None:
+        """Now and then, what the draft in service is worth on the newest requests: serving takes its prior from it."""
+        if self._recent_of != self.in_service.id:
+            self._recent_of, self._recent_alphas = self.in_service.id, []
+        self._recent_alphas += alphas
+        if len(self._recent_alphas) >= REQUESTS_BETWEEN_PRIORS:
+            numbers = {"recent_alpha": round(_mean(self._recent_alphas), 4), "recent_alpha_at": time.time()}
+            self._recent_alphas = []
+            self.registry.note(self.in_service.id, numbers)
 
     def _watch_for_drift(self, alpha_by_trace: Mapping[int, float]) -> None:
         """The traffic changed when the served draft is suddenly worse: then learn at the full rate, from what is new, offer a

@@ -1,9 +1,11 @@
 """How many tokens to draft: what gives the most expected tokens a second, 0 included, from measured costs.
 
-Before a round: is any k worth its cost, by the acceptance seen so far at each position? If so, drafting goes on token by
-token while one more is worth its cost: the chance that all drafted so far are accepted, from the draft's own probabilities
-calibrated by past verdicts, times the next position's acceptance, against the cost of one more draft step and target row.
-A drawn token is always kept; only whether to draw another is decided (lossless rule 3).
+Before a round: is any length worth its cost, by the acceptance seen so far at each position? If so, drafting goes on token by
+token while more is worth its cost: the chance that all drafted so far are accepted and the next one too, from the draft's own
+probabilities calibrated by past verdicts, against the cost of what is still to come, at each position its own. A drawn token
+is always kept; only whether to draw another is decided (lossless rule 3).
+
+All this is one route's; a request that does better or worse than its route's is known by its own verdicts (`OwnAcceptance`).
 
 k = 0 is not the end: one round in PROBE_INTERVAL drafts anyway, and a new version brings a new prior.
 """
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from livedraft.speculation.own_acceptance import OwnAcceptance
 
 PROBE_INTERVAL = 64
 NUM_PROBE_TOKENS = 2
@@ -23,12 +27,19 @@ MEMORY = 400.0
 """Observations after which old ones have faded: traffic and versions change."""
 
 
+_ALIKE = 0.1
+"""A request whose acceptance is this near its route's has its route's length."""
+_MOST_KEPT = 4096
+"""Prices of rounds that are remembered."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftLength:
-    """The decision for one round: at most `k` tokens, and below which chance of being accepted whole to stop."""
+    """The decision for one round: at most `k` tokens, and after each of them below which chance that it and the next one are
+    accepted, with all before, to stop. Empty: never."""
 
     k: int
-    stop_below: float = 0.0
+    stop_below: tuple[float, ...] = ()
     is_probe: bool = False
     """Only to see whether drafting pays again: one request of the round is enough."""
 
@@ -44,6 +55,9 @@ class CostModel:
     """A token that the draft's cache lacks and has to be written."""
     _target: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _draft: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _prices: dict[tuple[int, int, int], tuple[float, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """What was asked before: a round asks for the same few counts dozens of times."""
 
     def target_seconds(self, num_rows: int) -> float:
@@ -55,6 +69,19 @@ class CostModel:
         if num_requests not in self._draft:
             self._draft[num_requests] = _interpolated(self.draft_seconds_by_requests, num_requests)
         return self._draft[num_requests]
+
+    def prices(self, num_requests: int, num_rows: int, most: int) -> tuple[float, ...]:
+        """Seconds that drafting 0, 1, ... `most` tokens for each of `num_requests` adds to a round of `num_rows` rows."""
+        key = num_requests, num_rows, most
+        found = self._prices.get(key)
+        if found is None:
+            if len(self._prices) == _MOST_KEPT:
+                self._prices.clear()
+            plain, step = self.target_seconds(num_rows), self.draft_step_seconds(num_requests)
+            found = self._prices[key] = tuple(
+                k * step + self.target_seconds(num_rows + k * num_requests) - plain for k in range(most + 1)
+            )
+        return found
 
     @property
     def draft_cost(self) -> float:
@@ -114,10 +141,35 @@ class DraftLengthPolicy:
         # Until verdicts say otherwise a draft is taken at its word: the middle of each bin.
         self._bin_reached = [PRIOR_WEIGHT] * NUM_CONFIDENCE_BINS
         self._bin_accepted = [PRIOR_WEIGHT * (b + 0.5) / NUM_CONFIDENCE_BINS for b in range(NUM_CONFIDENCE_BINS)]
+        self._bin_went_on = [PRIOR_WEIGHT] * NUM_CONFIDENCE_BINS
+        self._bin_next_accepted = [PRIOR_WEIGHT * self.prior] * NUM_CONFIDENCE_BINS
+        self._rounds = self._round_drafted = self._round_accepted = 0.0
 
-    def record(self, num_drafted: int, num_accepted: int, confidences: Sequence[float] = ()) -> None:
-        """Learn from one request's verdict: positions after the first rejection say nothing."""
+    def refresh_prior(self, acceptance: float) -> None:
+        """A newer outside estimate of the same draft. What was learnt since counts for half: where nothing is drafted it is
+        old, and where something is, a few requests bring it back."""
+        self.prior = min(max(acceptance, 0.0), 1.0)
+        for counts in (self._reached, self._accepted):
+            counts[:] = [count / 2 for count in counts]
+        self._rounds, self._round_drafted, self._round_accepted = (
+            count / 2 for count in (self._rounds, self._round_drafted, self._round_accepted)
+        )
+
+    def record(
+        self,
+        num_drafted: int,
+        num_accepted: int,
+        confidences: Sequence[float] = (),
+        own: OwnAcceptance | None = None,
+    ) -> None:
+        """Learn from one request's verdict: positions after the first rejection say nothing. `own` learns beside."""
         decay = 1.0 - 1.0 / MEMORY
+        if own is not None:
+            own.record(num_accepted, sum(self.acceptance_by_position[: min(num_drafted, num_accepted + 1)]))
+        self._rounds = self._rounds * decay + 1.0
+        self._round_drafted = self._round_drafted * decay + num_drafted
+        self._round_accepted = self._round_accepted * decay + num_accepted
+        before = -1
         for position in range(min(num_drafted, num_accepted + 1)):
             is_accepted = position < num_accepted
             self._reached[position] = self._reached[position] * decay + 1.0
@@ -126,11 +178,19 @@ class DraftLengthPolicy:
                 index = _bin(confidences[position])
                 self._bin_reached[index] = self._bin_reached[index] * decay + 1.0
                 self._bin_accepted[index] = self._bin_accepted[index] * decay + is_accepted
+                if before >= 0:
+                    self._bin_went_on[before] = self._bin_went_on[before] * decay + 1.0
+                    self._bin_next_accepted[before] = self._bin_next_accepted[before] * decay + is_accepted
+                before = index
 
-    def acceptance_of(self, confidence: float) -> float:
-        """Chance that a token is accepted, from the draft's own probability of it, as past verdicts have it."""
+    def chances_of(self, confidence: float) -> tuple[float, float]:
+        """(chance that a token is accepted, from the draft's own probability of it, chance that then the next one is), as past
+        verdicts have it."""
         index = _bin(confidence)
-        return self._bin_accepted[index] / self._bin_reached[index]
+        return (
+            self._bin_accepted[index] / self._bin_reached[index],
+            self._bin_next_accepted[index] / self._bin_went_on[index],
+        )
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -148,20 +208,59 @@ class DraftLengthPolicy:
             return DraftLength(k=self.fixed)
         acceptance = self.acceptance_by_position
         best = self.best(num_requests, num_other_rows, acceptance)
-        if best == 0:
+        if best == 0 or self.value(num_requests, num_requests + num_other_rows) <= 0.0:
             is_probe = self.num_rounds % PROBE_INTERVAL == 0
             return DraftLength(k=min(NUM_PROBE_TOKENS, self.max_tokens) if is_probe else 0, is_probe=is_probe)
         if not self.is_stepwise:
             return DraftLength(k=best)
-        rows = num_requests * (best + 1) + num_other_rows
-        one_more = self.costs.draft_step_seconds(num_requests) + self.costs.target_seconds(rows + num_requests)
-        extra_seconds = one_more - self.costs.target_seconds(rows)
-        next_acceptance = max(acceptance[best - 1], 1e-3)
-        # Worth it while reach * next_acceptance / extra_seconds exceeds the round's own tokens a second.
-        stop_below = (
-            extra_seconds * self._tokens_per_second(best, num_requests, num_other_rows, acceptance) / next_acceptance
+        return DraftLength(
+            k=self.max_tokens, stop_below=self._thresholds(best, num_requests, num_other_rows, acceptance)
         )
-        return DraftLength(k=self.max_tokens, stop_below=min(stop_below, 1.0))
+
+    def _thresholds(
+        self, best: int, num_requests: int, num_other_rows: int, acceptance: list[float]
+    ) -> tuple[float, ...]:
+        """After each drafted token: the least chance, of all so far with the next one, at which going on by some number of
+        tokens still earns the tokens a second of the round's best length.
+
+        Some number, not one: a pass may cost nothing more for a while and then jump, and a measured step up at one count of
+        rows, noise mostly, must not end what the next ones earn back.
+        """
+        prices = self.costs.prices(num_requests, num_requests + num_other_rows, self.max_tokens)
+        rate = self._tokens_per_second(best, num_requests, num_other_rows, acceptance)
+        thresholds = []
+        for drafted in range(1, self.max_tokens):
+            least, reach, gain = 1.0, 1.0, 0.0
+            for k in range(drafted + 1, self.max_tokens + 1):
+                gain += reach
+                least = min(least, rate * (prices[k] - prices[drafted]) / gain)
+                reach *= acceptance[min(k, self.max_tokens - 1)]
+            thresholds.append(max(least, 0.0))
+        return tuple(thresholds)
+
+    def adapted(self, length: DraftLength, own: OwnAcceptance, num_requests: int, num_rows: int) -> DraftLength:
+        """The round's choice for one request by its own acceptance: none where it would earn nothing."""
+        factor = own.factor
+        if length.k == 0 or length.is_probe or self.fixed is not None or abs(factor - 1.0) < _ALIKE:
+            return length
+        if self.is_stepwise:
+            if self.value(num_requests, num_rows, factor) <= 0.0:
+                return DraftLength(k=0)
+            return replace(length, stop_below=tuple([least / factor for least in length.stop_below]))
+        return DraftLength(k=self._best_beside(length.k, num_requests, num_rows, factor))
+
+    def _best_beside(self, k: int, num_requests: int, num_rows: int, factor: float) -> int:
+        """The length that adds the most tokens, less what the time would give the round, whose best length is k."""
+        prices = self.costs.prices(num_requests, num_rows, self.max_tokens)
+        acceptance = self.acceptance_by_position
+        rate = self._tokens_per_second(k, num_requests, num_rows - num_requests, acceptance)
+        best, most, reach, gain = 0, 0.0, 1.0, 0.0
+        for k, chance in enumerate(acceptance, start=1):
+            reach *= min(1.0, chance * factor)
+            gain += reach
+            if gain - rate * prices[k] > most:
+                best, most = k, gain - rate * prices[k]
+        return best
 
     def best(self, num_requests: int, num_other_rows: int = 0, acceptance: list[float] | None = None) -> int:
         """The fixed k with the most expected tokens a second."""
@@ -183,17 +282,31 @@ class DraftLengthPolicy:
             return 0, f"no length pays: the best would give {gain:.2f} × plain decoding; {again}"
         return best, f"promises the most, {gain:.2f} × plain decoding; an unsure draft stops earlier"
 
-    def value(self, num_requests: int, num_rows: int) -> float:
+    def value(self, num_requests: int, num_rows: int, factor: float = 1.0) -> float:
         """Of drafting in the coming round, for each of `num_requests` requests: the tokens it is expected to add, less those
-        that plain decoding of `num_rows` rows would give in the time it takes."""
-        target, rate = self.costs.target_seconds, num_requests / self.costs.target_seconds(num_rows)
-        acceptance = self.acceptance_by_position
-        best = 0.0 if self.fixed is None else float("-inf")
-        for k in range(1, self.max_tokens + 1) if self.fixed is None else [self.fixed]:
-            added = target(num_rows + num_requests * k) - target(num_rows)
-            seconds = k * self.costs.draft_step_seconds(num_requests) + added
-            best = max(best, expected_tokens(acceptance, k) - 1.0 - rate * seconds / num_requests)
-        return best
+        that plain decoding of `num_rows` rows would give in the time it takes. `factor`: as `OwnAcceptance.factor`."""
+        prices = self.costs.prices(num_requests, num_rows, self.max_tokens)
+        rate = 1.0 / self.costs.target_seconds(num_rows)
+        best, reach, gain = float("-inf"), 1.0, 0.0
+        for k, chance in enumerate(self.acceptance_by_position, start=1):
+            reach *= min(1.0, chance * factor)
+            gain += reach
+            if self.fixed is None or k == self.fixed:
+                best = max(best, gain - rate * prices[k])
+        if self.fixed is not None or not self.is_stepwise:
+            return best if self.max_tokens else 0.0
+        return self._leaning_on_rounds(best, prices, rate, factor)
+
+    def _leaning_on_rounds(self, expected: float, prices: Sequence[float], rate: float, factor: float) -> float:
+        """Where drafting stops at unsure tokens, later positions are reached in sure contexts only and promise too much. So the
+        more rounds there were, the more what they came to says."""
+        if self._rounds < 1.0 or len(prices) < 2:
+            return expected
+        drafted, accepted = self._round_drafted / self._rounds, self._round_accepted / self._rounds
+        low = min(int(drafted), len(prices) - 2)
+        price = prices[low] + (drafted - low) * (prices[low + 1] - prices[low])
+        found = accepted * factor - rate * price
+        return (expected * PRIOR_WEIGHT + found * self._rounds) / (PRIOR_WEIGHT + self._rounds)
 
     def _tokens_per_second(self, k: int, num_requests: int, num_other_rows: int, acceptance: list[float]) -> float:
         """Of one request, when all draft k tokens."""

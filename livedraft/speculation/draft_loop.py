@@ -188,7 +188,7 @@ class LoopedDraftModel(DraftModel):
         return (
             task.prefix is None
             and not has_filters
-            and task.stop_below == 0.0
+            and not task.stop_below
             and 0 < task.num_tokens <= MAX_DRAFTED
             and task.slot < self._loop.noise_kBC.shape[1]
             and is_known

@@ -87,11 +87,15 @@ class DraftModel:
                     kept[index].append(probs_W)
                 if self.keep_logits:
                     kept_logits[index].append(logits_RW[row])
+                task, num_drafted, next_chance = tasks[index], len(proposals[index].draft_token_ids), 1.0
                 if confidences is not None:
                     proposals[index].confidences.append(confidences[row])
-                    reach[index] *= tasks[index].acceptance_of(confidences[row])
-                is_full = len(proposals[index].draft_token_ids) == tasks[index].num_tokens
-                if not is_full and reach[index] >= tasks[index].stop_below:
+                    chance, next_chance = task.chances_of(confidences[row])
+                    reach[index] *= chance
+                is_full = num_drafted == task.num_tokens
+                if not is_full and (
+                    not task.stop_below or reach[index] * next_chance >= task.stop_below[num_drafted - 1]
+                ):
                     going_on.append(index)
             active = going_on
             if active:

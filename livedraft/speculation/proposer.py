@@ -20,12 +20,13 @@ class ProposalTask:
     sampling: SamplingParams
     seed: int
     num_tokens: int
-    stop_below: float = 0.0
-    """Stop after keeping a token once the chance that all tokens so far are accepted falls below this; 0 never stops."""
+    stop_below: tuple[float, ...] = ()
+    """After keeping each token: stop once the chance that all tokens so far and the next one are accepted falls below this;
+    none never stops."""
     prefix: PrefixState | None = None
     """Penalties, bias and grammar of the request, to be applied to the draft as to the target."""
-    acceptance_of: Callable[[float], float] = lambda confidence: confidence
-    """Chance that a token is accepted, from the draft's own probability of it."""
+    chances_of: Callable[[float], tuple[float, float]] = lambda confidence: (confidence, 1.0)
+    """From the draft's own probability of a token: the chance that it is accepted, and that then the next one is."""
 
 
 class Proposer(Protocol):

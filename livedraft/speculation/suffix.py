@@ -9,11 +9,14 @@ it learns from every committed token, proposed or not, because a guess can be co
 
 from __future__ import annotations
 
+import copy
 import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from livedraft.speculation.own_acceptance import OwnAcceptance
 
 VERSION = "suffix"
 OWN_MIN_MATCH, TRAFFIC_MIN_MATCH = 1, 3
@@ -54,6 +57,12 @@ class History:
         self._heads = array("q", [_NOWHERE]) * (1 << table_bits)
         self.end = 0
         """Tokens ever put in; position p lies at index p modulo the capacity."""
+
+    def copied(self) -> History:
+        """Whole arrays at once: putting the tokens in again would take a second."""
+        other = copy.copy(self)
+        other._tokens, other._previous, other._heads = self._tokens[:], self._previous[:], self._heads[:]
+        return other
 
     @property
     def start(self) -> int:
@@ -158,12 +167,21 @@ class Traffic:
             max_age_seconds,
             clock,
         )
+        self.statistics = MatchStatistics()
+        """Of matches on this route, in a request's own text and here: numbers alone, which deletion leaves."""
         self.forget()
 
     def forget(self) -> None:
         """All of it."""
         self._history = History(max(1, self._capacity))
         self._texts: list[_Text] = []
+
+    def copied(self) -> Traffic:
+        """The same texts for another route: each goes its own way from here."""
+        other = copy.copy(self)
+        other._history, other._texts = self._history.copied(), list(self._texts)
+        other.statistics = copy.deepcopy(self.statistics)
+        return other
 
     def take_over(self, other: Traffic) -> None:
         """The other's texts, and after them these."""
@@ -229,6 +247,16 @@ class MatchStatistics:
             if guess != token:
                 break
 
+    def judged(self, match: Match, output: Sequence[int]) -> tuple[float, float]:
+        """(tokens of the match that were right, how many were expected to be), up to the first wrong one."""
+        right, expected = 0.0, 0.0
+        for offset, (guess, token) in enumerate(zip(match.continuation, output, strict=False)):
+            expected += self.acceptance(match, offset)
+            if guess != token:
+                break
+            right += 1.0
+        return right, expected
+
     def acceptance(self, match: Match, offset: int) -> float:
         """Chance that the continuation's token at `offset` is right, once those before it were."""
         index = _bin(match.length + offset)
@@ -244,10 +272,11 @@ class SuffixMatcher:
     """One request's own text, and the match that stands for its coming round."""
 
     traffic: Traffic
-    statistics: MatchStatistics
     client_key: str
     longest: int
     """Tokens a proposal can have."""
+    own: OwnAcceptance = field(default_factory=OwnAcceptance)
+    """How this request's matches do beside what the route's say of them."""
     history: History = field(init=False)
     match: Match | None = None
     _found: list[Match] = field(default_factory=list)
@@ -264,7 +293,8 @@ class SuffixMatcher:
             context = self.history.last(_LONGEST_MATCH)
             found = (self._own(context), self.traffic.find(context, self.client_key, self.longest))
             self._found = [match for match in found if match is not None]
-            self.match = max(self._found, key=lambda match: self.statistics.acceptance(match, 0), default=None)
+            acceptance = self.traffic.statistics.acceptance
+            self.match = max(self._found, key=lambda match: acceptance(match, 0), default=None)
             self._is_current = True
         return self.match
 
@@ -279,7 +309,11 @@ class SuffixMatcher:
 
     def commit(self, output: Sequence[int]) -> None:
         """What the round came to."""
+        if self._is_current and self.match is not None:
+            self.own.record(*self.traffic.statistics.judged(self.match, output))
         for match in self._found if self._is_current else []:
-            self.statistics.record(match, output)  # also the one that was not chosen, or it would never be again
+            self.traffic.statistics.record(
+                match, output
+            )  # also the one that was not chosen, or it would never be again
         self.history.extend(output)
         self._is_current = False

@@ -35,8 +35,9 @@ def test_a_whole_run_on_a_tiny_model(model_folder, tmp_path, capsys):
     )  # fmt: skip
     result = json.loads(capsys.readouterr().out)
     names = {"plain", "adaptive", "fixed 1", "fixed 2", f"fixed {FIXED_DEFAULT}"}
-    for kind in ("measured", "computed"):
+    for kind in ("measured", "measured_decoding", "computed", "computed_isolated"):
         assert set(result[kind]["tokens_per_second"]) == names
         assert result[kind]["best_fixed"] in (1, 2, FIXED_DEFAULT)
     assert result["prompts"] == 4 and result["together"]["requests"] == 3
+    assert result["together"]["groups"] == 10
     assert result["drafted_a_round"][f"fixed {FIXED_DEFAULT}"] > result["drafted_a_round"]["fixed 1"] > 0

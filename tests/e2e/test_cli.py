@@ -145,6 +145,9 @@ def test_bench_speed_prints_one_object(model_folder, tmp_path):
     assert 0 < low <= figures["share_of_formula"] <= high
     for name in ("plain", "speculative", "transformers"):
         assert figures[f"{name}_tokens_per_second"] > 0
+    for other in ("plain", "draft_alone"):
+        for kind in ("whole_answer", "decoding_only"):
+            assert figures["as_served"][f"over_{other}"][kind]["ratio"] > 0
     plain = livedraft(
         *(
             "bench",

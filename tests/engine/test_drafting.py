@@ -162,3 +162,17 @@ def test_a_draft_of_numbers_that_are_none_costs_speed_and_nothing_else():
     second.decoder.weights.final_norm_D.fill_(torch.nan)
     (output,) = serve(served, [request(PROMPTS[1], temperature=1.0)])
     assert len(output) == 24
+
+
+def test_a_long_prompt_is_not_read_for_a_draft_that_suffixes_leave_little_to():
+    def rows_read(suffix_value):
+        target = decoder(MODEL)
+        draft = draft_model(perturbed_draft(MODEL, noise=0.04), target)
+        served = engine(target, draft, k=None, prior=0.7, costs=DEAR_WRITING, suffixes=True)
+        for _ in range(400):
+            served.drafting.routes["default"].beside_suffixes.record(1.5, suffix_value)
+        serve(served, [request([(5 * n) % 60 for n in range(59)], max_tokens=30)])
+        return draft.num_rows
+
+    assert rows_read(0.0) >= 59
+    assert rows_read(2.0) < 59

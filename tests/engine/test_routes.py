@@ -98,7 +98,31 @@ def test_a_request_makes_no_new_memory_for_texts():
     served.new_traffic = lambda: made.append(1) or make()
     for n in range(3):
         serve(served, [on(r, request(p, 10 * n + i)) for i, (r, p) in enumerate(zip(("one", "two", "other"), PROMPTS))])
-    assert sum(made) == len(served.traffic) == 3  # the third is the default route's
+    served.expect_texts(["default", "one", "two"])
+    assert sum(made) <= len(served.traffic) == 3  # the third is the default route's
+
+
+def test_a_new_route_starts_with_the_texts_its_stream_left_on_the_default_one():
+    served, drafts = routed_engine(suffixes=True, noise=(0.9, 0.9, 0.9), k=None, prior=0.0)
+    served.drafting.withdraw_offer()
+    (first,) = serve(served, [on("new", request(PROMPTS[0], 0))])
+    before = served.stats.num_target_passes
+    served.drafting.offer(Lineup(service=drafts[1], prior=0.0), "new")
+    served.take_up_offered_draft()
+    assert serve(served, [on("new", request(PROMPTS[0], 1))]) == [first]
+    assert served.stats.num_target_passes - before < len(first) / 2
+    assert served.traffic["new"] is not served.traffic["default"]
+    served.forget_prefixes()
+    served.step()
+    assert [texts.num_tokens for texts in served.traffic.values()] == [0, 0]
+
+
+def test_a_route_whose_texts_are_on_their_way_starts_empty():
+    served, _ = routed_engine(suffixes=True)
+    served.expect_texts(["one"])
+    serve(served, [request(PROMPTS[0], 0)])
+    served.add_request(on("one", request(PROMPTS[1], 1)))
+    assert served.traffic["one"].num_tokens == 0 < served.traffic["default"].num_tokens
 
 
 def test_the_report_names_each_routes_drafts():

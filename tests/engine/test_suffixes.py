@@ -7,8 +7,9 @@ import pytest
 from livedraft.config import EngineConfig, SpeculationConfig
 from livedraft.engine.drafting import Lineup
 from livedraft.records import HELD_OUT_SHARE
+from livedraft.speculation import draft_model as draft_model_room
 from livedraft.speculation.draft_length import CostModel
-from livedraft.speculation.suffix import Match
+from livedraft.speculation.suffix import Match, SuffixMatcher
 from tests.tiny import COSTS, decoder, draft_model, engine, perturbed_draft, random_model, request, serve
 
 MODEL = random_model()
@@ -160,11 +161,16 @@ DEAR_ROWS = CostModel(target_seconds_by_rows={1: 0.010, 2: 0.016, 16: 0.100}, dr
 def test_where_rows_are_dear_only_sure_matches_are_proposed():
     short = Match(length=3, continuation=tuple(range(8)), is_own=True)
     long = Match(length=50, continuation=tuple(range(8)), is_own=True)
-    cheap, dear = suffixed(costs=COSTS).drafting, suffixed(costs=DEAR_ROWS).drafting
-    assert cheap._suffix_length(long, 20, 1, rate=1.0)[0] == 8  # a row costs nothing here
-    assert cheap._suffix_length(short, 2, 1, rate=1.0)[0] == 2  # what the request can still use
-    assert dear._suffix_length(short, 20, 1, rate=100.0) == (0, 0.0)
-    k, value = dear._suffix_length(long, 20, 1, rate=100.0)
+    cheap, dear = suffixed(costs=COSTS), suffixed(costs=DEAR_ROWS)
+
+    def length(served, match, limit, rate):
+        matcher = SuffixMatcher(traffic=served.new_traffic(), client_key="", longest=8)
+        return served.drafting._suffix_length(match, matcher, limit, 1, rate)
+
+    assert length(cheap, long, 20, 1.0)[0] == 8  # a row costs nothing here
+    assert length(cheap, short, 2, 1.0)[0] == 2  # what the request can still use
+    assert length(dear, short, 20, 100.0) == (0, 0.0)
+    k, value = length(dear, long, 20, 100.0)
     assert k >= 3
     assert 0.5 < value < 8
 
@@ -223,3 +229,20 @@ def test_versions_that_are_compared_go_before_suffixes_in_a_requests_first_round
     serve(served, [request(PROMPT, n) for n in range(1, 9)])
     assert served.stats_by_version["default", "two"].num_drafts > 0
     assert served.stats_by_version["default", "one"].num_drafts > 0
+
+
+def test_a_suffix_fills_in_while_the_draft_still_reads_a_long_prompt(monkeypatch):
+    """A draft that catches up answers with an empty proposal for some rounds; each of them can have the refused suffix."""
+    monkeypatch.setattr(draft_model_room, "MAX_CATCH_UP", 4)
+    prompt = PROMPT * 12
+    target = decoder(MODEL)
+    served = engine(target, draft_model(perturbed_draft(MODEL, noise=0.0), target), k=None, prior=0.99, suffixes=True)
+    serve(served, [request(prompt, 0, max_tokens=12)])
+    before = drafted(served)
+    state = served.add_request(request(prompt, 1, max_tokens=12))
+    while not state.num_output_tokens:
+        served.step()
+    served.drafting.service.lengths.set_prior(0.99)
+    served.step()
+    assert served.drafting.service.draft.lengths[state.slot] < len(state.token_ids) - 1  # it catches up still
+    assert drafted(served) > before

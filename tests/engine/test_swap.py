@@ -276,3 +276,26 @@ def test_a_fixed_draft_length_is_protected_by_a_canary_too(stage):
     s.pass_gate(GOOD)
     s.serve(1)
     assert s.watcher.trial.stage == "canary"
+
+
+def test_what_the_trainer_measures_of_a_draft_that_is_not_drafted_with_brings_it_back(stage, monkeypatch):
+    """The traffic suits it again, and with no length worth it there are hardly any verdicts to see that by."""
+    monkeypatch.setattr(swap, "_PRIOR_SECONDS", 0.0)
+    s = stage()
+    lengths = s.served.drafting.service.lengths
+    lengths.set_prior(0.0)
+    s.watcher.look()
+    s.served.take_up_offered_draft()
+    assert lengths.prior == 0.0
+    for at in (1.0, 1.0, 2.0):
+        s.registry.note(s.first.id, {"recent_alpha": 0.7, "recent_alpha_at": at})
+        s.watcher.look()
+        s.served.take_up_offered_draft()
+        assert lengths.prior == 0.7
+        if at == 1.0:
+            lengths.record(2, 0)
+    assert lengths.acceptance_by_position[0] > 0.5
+    lengths.set_prior(0.2)
+    s.watcher.look()
+    s.served.take_up_offered_draft()
+    assert lengths.prior == 0.2  # what was said once is not said again

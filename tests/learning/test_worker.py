@@ -13,6 +13,7 @@ from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import draft_from_target, save_draft
 from livedraft.events import described
 from livedraft.learning import gate
+from livedraft.learning import worker as worker_room
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.capture import conversation_key
 from livedraft.learning.store import TraceStore
@@ -923,3 +924,24 @@ def test_candidates_of_a_process_that_ended_are_rejected(state):
     worker(state)
     assert Registry(state).version(candidate)["status"] == "rejected"
     assert not Registry(state).folder(candidate).exists()
+
+
+def test_serving_is_told_now_and_then_what_the_draft_in_service_is_worth(state, monkeypatch):
+    monkeypatch.setattr(worker_room, "REQUESTS_BETWEEN_PRIORS", 8)
+    made = worker(state)
+
+    def score(count, first=0):
+        serve_into(state, count, first)
+        made._read_new_traces()
+        while made._score_new():
+            pass
+
+    score(6)
+
+    def noted():
+        return (made.registry.version(made.in_service.id)["decision"] or {}).get("recent_alpha")
+
+    assert noted() is None
+    score(4, first=6)
+    alphas = [row.alpha for row in made.store.rows()]
+    assert noted() == pytest.approx(sum(alphas) / len(alphas), abs=1e-3)

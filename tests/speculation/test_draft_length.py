@@ -9,6 +9,7 @@ from livedraft.speculation.draft_length import (
     DraftLengthPolicy,
     expected_tokens,
 )
+from livedraft.speculation.own_acceptance import OwnAcceptance
 from livedraft.speculation.stats import SpeculationStats
 
 
@@ -114,25 +115,90 @@ def test_drafting_goes_on_while_one_more_token_is_worth_its_cost():
     """Dearer steps stop earlier, and the threshold is the break-even of the definition."""
     cheap, dear = (DraftLengthPolicy(costs(c), max_tokens=8, prior=0.6).choose(1) for c in (0.02, 0.1))
     assert cheap.k == dear.k == 8
-    assert 0 < cheap.stop_below < dear.stop_below < 1
+    assert 0 < cheap.stop_below[0] < dear.stop_below[0] < 1
     policy = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6)
     best = policy.best(1)
     rate = expected_tokens([0.6] * 8, best) / (0.1 * best + 1.0)
-    assert dear.stop_below == pytest.approx(0.1 * rate / 0.6)
+    assert dear.stop_below == pytest.approx([0.1 * rate] * 7)  # flat costs: the same at every position
 
 
 def test_confidence_is_calibrated_by_verdicts():
     """A draft that says 0.95 and is right half the time is believed at first, then no more."""
     policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.5)
-    assert policy.acceptance_of(0.95) == pytest.approx(0.95)
+    assert policy.chances_of(0.95) == pytest.approx((0.95, 0.5))
     for number in range(300):
         policy.record(1, number % 2, [0.95])
-    assert policy.acceptance_of(0.95) == pytest.approx(0.5, abs=0.05)
-    assert policy.acceptance_of(0.15) == pytest.approx(0.15)
+    assert policy.chances_of(0.95)[0] == pytest.approx(0.5, abs=0.05)
+    assert policy.chances_of(0.15)[0] == pytest.approx(0.15)
 
 
 def test_where_a_loop_cannot_stop_in_between_its_length_is_chosen_before():
     one = DraftLengthPolicy(costs(0.1), max_tokens=8, prior=0.6, is_stepwise=False)
     length = one.choose(1)
-    assert (length.k, length.stop_below) == (one.best(1), 0.0)
+    assert (length.k, length.stop_below) == (one.best(1), ())
     assert 0 < length.k < 8
+
+
+def test_a_jump_in_cost_ends_drafting_only_where_what_follows_does_not_earn_it_back():
+    """Rows are free up to five and then dear: past the jump no chance is enough, before it next to any is."""
+    jump = CostModel(target_seconds_by_rows={1: 1.0, 5: 1.0, 6: 3.0, 64: 60.0}, draft_seconds_by_requests={1: 0.05})
+    policy = DraftLengthPolicy(jump, max_tokens=8, prior=0.7)
+    thresholds = policy.choose(1).stop_below
+    assert thresholds[:3] == pytest.approx([thresholds[0]] * 3)
+    assert thresholds[0] < 0.2
+    assert thresholds[3] == 1.0
+    noisy = CostModel(
+        target_seconds_by_rows={1: 1.0, 2: 1.0, 3: 1.3, 9: 1.3, 64: 2.0}, draft_seconds_by_requests={1: 0.01}
+    )
+    thresholds = DraftLengthPolicy(noisy, max_tokens=8, prior=0.9).choose(1).stop_below
+    assert thresholds[0] < 0.3 * 2.5 / (1 + 0.9)  # the one step up is earned back by the tokens after it
+
+
+def test_the_next_tokens_chance_follows_from_the_present_ones_confidence():
+    policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.5)
+    for _ in range(200):
+        policy.record(2, 2, [0.95, 0.5])
+        policy.record(2, 1, [0.45, 0.5])
+    assert policy.chances_of(0.95)[1] > 0.9
+    assert policy.chances_of(0.45)[1] < 0.1
+    assert policy.chances_of(0.15)[1] == pytest.approx(0.5)
+
+
+def test_rounds_that_stopped_at_unsure_tokens_do_not_promise_too_much():
+    """The second token is only ever drafted after a sure first one, and is then always right."""
+    policy = DraftLengthPolicy(costs(c=0.2), max_tokens=2, prior=0.9)
+    for number in range(400):
+        policy.record(*((2, 2, [0.95, 0.95]) if number % 2 else (1, number % 10 > 0, [0.8])))
+    first, second = policy.acceptance_by_position
+    assert expected_tokens([first, second], 2) - 1.0 - 2 * 0.2 > 1.35  # what the positions promise
+    assert policy.value(1, 1) == pytest.approx((2 + 0.8) / 2 - 1.5 * 0.2, abs=0.06)
+
+
+def test_a_request_that_does_worse_than_its_route_drafts_less_and_tries_again():
+    for is_stepwise in (True, False):
+        policy = DraftLengthPolicy(costs(0.15), max_tokens=8, prior=0.6, is_stepwise=is_stepwise)
+        length = policy.choose(1)
+        usual, poor, good = OwnAcceptance(), OwnAcceptance(), OwnAcceptance()
+        for _ in range(30):
+            poor.record(0.0, 1.0)
+            good.record(1.6, 1.0)
+        assert policy.adapted(length, usual, 1, 1) is length
+        assert policy.adapted(length, poor, 1, 1).k == 0
+        better = policy.adapted(length, good, 1, 1)
+        assert better.k >= length.k
+        assert is_stepwise is (better.stop_below < length.stop_below)
+        for _ in range(60):
+            poor.fade()
+        assert policy.adapted(length, poor, 1, 1).k > 0
+
+
+def test_a_fresh_outside_estimate_counts_beside_what_was_learnt():
+    policy = DraftLengthPolicy(costs(), max_tokens=4, prior=0.1)
+    for _ in range(30):
+        policy.record(2, 0)
+    before = policy.acceptance_by_position[0]
+    for _ in range(3):
+        policy.refresh_prior(0.6)
+    assert before < 0.1 < policy.acceptance_by_position[0]
+    policy.refresh_prior(0.1)
+    assert policy.prior == 0.1

@@ -106,14 +106,14 @@ def test_drafting_stops_after_keeping_a_token_that_makes_acceptance_unlikely():
     """The stopped proposal is the beginning of the unstopped one, one token past where the chance fell below."""
     import dataclasses
 
-    whole = draft_model(WEIGHTS, TARGET).propose([dataclasses.replace(task(COMMITTED, 6), stop_below=1e-9)])[0]
+    whole = draft_model(WEIGHTS, TARGET).propose([dataclasses.replace(task(COMMITTED, 6), stop_below=(1e-9,) * 6)])[0]
     assert len(whole.confidences) == 6
     reach = [1.0]
     for confidence in whole.confidences:
         reach.append(reach[-1] * confidence)
     for length in range(1, 6):
         threshold = (reach[length] + reach[length - 1]) / 2
-        stopped = draft_model(WEIGHTS, TARGET).propose([dataclasses.replace(task(COMMITTED, 6), stop_below=threshold)])[
-            0
-        ]
+        stopped = draft_model(WEIGHTS, TARGET).propose(
+            [dataclasses.replace(task(COMMITTED, 6), stop_below=(threshold,) * 6)]
+        )[0]
         assert stopped.draft_token_ids == whole.draft_token_ids[:length]

@@ -79,12 +79,9 @@ def test_a_search_looks_at_few_candidates():
 
 
 def matcher(traffic=None, prompt=(), client_key="", longest=8, statistics=None):
-    made = SuffixMatcher(
-        traffic=traffic or Traffic(1000),
-        statistics=statistics or MatchStatistics(),
-        client_key=client_key,
-        longest=longest,
-    )
+    traffic = traffic or Traffic(1000)
+    traffic.statistics = statistics or traffic.statistics
+    made = SuffixMatcher(traffic=traffic, client_key=client_key, longest=longest)
     made.start(list(prompt), max_tokens=50)
     return made
 
@@ -220,3 +217,30 @@ def test_what_was_served_meanwhile_stays_when_old_texts_come_in():
     for prompt, continuation in (([1, 2, 3], (4,)), ([5, 6, 7], (8,)), ([11, 12, 13], (14,))):
         assert matcher(live, prompt).find().continuation == continuation
     assert [text.client_key for text in live._texts] == ["", "a", "b"]
+
+
+def test_a_copy_goes_its_own_way():
+    """A new route starts with the texts that were served where it comes from."""
+    default = Traffic(1000, is_per_client=True)
+    default.add([1, 2, 3, 4], "a")
+    route = default.copied()
+    route.add([1, 2, 3, 9], "a")
+    route.statistics.record(Match(length=3, continuation=(4,), is_own=False), [0])
+    assert matcher(route, [1, 2, 3], "a").find().continuation == (9,)
+    assert matcher(route, [1, 2, 3], "b").find() is None
+    default.add([1, 2, 3, 5], "a")
+    assert matcher(default, [1, 2, 3], "a").find().continuation == (5,)
+    shared = Match(length=3, continuation=(4,), is_own=False)
+    assert route.statistics.acceptance(shared, 0) < default.statistics.acceptance(shared, 0)
+    route.forget()
+    assert default.num_tokens > 0
+
+
+def test_a_request_whose_matches_do_better_than_the_routes_is_known_by_it():
+    copying, other = matcher(prompt=[1, 2, 3, 4, 5, 6] * 2), matcher(prompt=[1, 2, 3, 4, 5, 6] * 2)
+    for round_number in range(6):
+        copying.find(), other.find()
+        copying.commit(copying.match.continuation[:2])
+        other.commit([50 + round_number])
+    assert copying.own.factor > 1.1
+    assert other.own.factor < 1.0
