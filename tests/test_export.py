@@ -67,6 +67,10 @@ def test_transformers_gives_the_drafts_logits_and_next_to_nothing_to_the_rest(st
     assert registry.in_service("default").id in card
     assert "0 of the requests it may have learnt from are kept" in card  # a first version has learnt from none
     assert f"{done.absent_mass:.3%}" in card
+    told = livedraft(
+        "drafts", "export", registry.in_service("default").id, folder, "--state", state, "--model", model_folder, "--json"
+    )  # fmt: skip
+    assert json.loads(told.stdout)["absent_mass"] == pytest.approx(done.absent_mass)
 
 
 def test_transformers_uses_it_as_its_assistant_and_answers_the_same(model_folder, exported):

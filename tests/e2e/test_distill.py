@@ -89,13 +89,14 @@ def test_both_methods_and_a_draft_that_serves(model_folder, files):
 def test_an_exported_draft_is_accepted_as_often_elsewhere(model_folder, files):
     """The folder for transformers: as often inside transformers' assisted generation, by its own count, and taken back in as a
     whole model of its own."""
-    distill(files, model_folder, "--method", "distillspec", "--epochs", 20)
+    distill(files, model_folder, "--method", "distillspec", "--epochs", 5, "--draft-layers", 2, "--max-tokens", 48)
     draft = files / "out" / "distillspec"
     done = livedraft("drafts", "export", draft, files / "hf", "--model", model_folder, "--json")
     assert done.returncode == 0, done.stderr
     card = (files / "hf" / "README.md").read_text()
     assert "kept back" in card
-    assert f"{json.loads(done.stdout)['absent_mass']:.3%}" in card
+    assert json.loads(done.stdout)["absent_mass"] is None  # it knows all of the byte tokens
+    assert "probability of all others together: none" in card
     manifest = json.loads((draft / "manifest.json").read_text())
     for words in (manifest["data_sha256"], f"torch {torch.__version__}", f"transformers {transformers.__version__}"):
         assert words in card
@@ -104,7 +105,7 @@ def test_an_exported_draft_is_accepted_as_often_elsewhere(model_folder, files):
     for source in (draft, files / "hf"):
         result = livedraft(
             "bench", "acceptance", "--prompts", files / "prompts.jsonl", "--model", model_folder, "--draft", source,
-            "--dtype", "float32", "--threads", 1, "--max-tokens", 64, "--temperature", 0, "--json",
+            "--dtype", "float32", "--threads", 1, "--max-tokens", 48, "--temperature", 0, "--limit", 12, "--json",
         )  # fmt: skip
         rates.append(json.loads(result.stdout)["temperature_0"]["acceptance_rate"]["mean"])
     assert rates[0] == pytest.approx(rates[1], abs=0.02)
@@ -116,9 +117,9 @@ def test_an_exported_draft_is_accepted_as_often_elsewhere(model_folder, files):
         tokenizer.apply_chat_template(
             [{"role": "user", "content": json.loads(line)["turns"][0]}], add_generation_prompt=True, return_dict=False
         )
-        for line in (files / "prompts.jsonl").read_text().splitlines()
+        for line in (files / "prompts.jsonl").read_text().splitlines()[:12]
     ]
-    theirs = acceptance_rate(target, hf_model, prompts, k=4, max_tokens=64, eos=257)
+    theirs = acceptance_rate(target, hf_model, prompts, k=4, max_tokens=48, eos=257)
     assert theirs == pytest.approx(rates[0], abs=0.02)
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = [
@@ -177,7 +178,6 @@ def test_responses_are_the_same_when_the_draft_helps_to_write_them(model_folder,
         for out in ("out", "again")
     )
     assert [trace.output_token_ids for trace in helped] == [trace.output_token_ids for trace in plain]
-    assert {trace.draft_version for trace in plain} == {"none"}
     assert {trace.draft_version for trace in helped} == {str(draft)}
 
 
