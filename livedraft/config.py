@@ -115,6 +115,8 @@ class LearningConfig:
     30 % of serving's operations and scores a sample of the requests only. Idle compute is used at every level."""
     loss: Loss = "hybrid"
     """What is minimised; `livedraft/learning/losses.py` defines each."""
+    jsd_beta: float = 0.5
+    """Of the loss jsd: the target's share of the mixture that both are compared with, and the weight of its own side."""
     learning_rate: float | None = None
     """At the start, and again when the traffic changes; None tries a few rates on the first requests and keeps the best."""
     warmup_steps: int = 5
@@ -162,6 +164,7 @@ class LearningConfig:
         _require(self.loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         rate = self.learning_rate
         _require(rate is None or 0.0 < rate < 1.0, f"learning_rate must lie in (0, 1) or be left out, got {rate}.")
+        _require(0.0 < self.jsd_beta < 1.0, f"jsd_beta must lie in (0, 1), got {self.jsd_beta}.")
         _require(self.warmup_steps >= 0, f"warmup_steps must not be negative, got {self.warmup_steps}.")
         _require(0.0 < self.select_fraction <= 1.0, f"select_fraction must lie in (0, 1], got {self.select_fraction}.")
         _require(
@@ -241,6 +244,8 @@ class DistillConfig:
     """adaspec trains the DistillSpec draft first, as its reference, and reports both."""
     loss: Loss = "forward_kl"
     """What is minimised; `livedraft/learning/losses.py` defines each."""
+    jsd_beta: float = 0.5
+    """Of the loss jsd: the target's share of the mixture that both are compared with, and the weight of its own side."""
     epochs: int = 3
     """Passes over the responses."""
     reference_epochs: int | None = None
@@ -303,6 +308,7 @@ class DistillConfig:
         epochs = self.reference_epochs
         _require(epochs is None or epochs >= 1, f"reference_epochs must be at least 1, got {epochs}.")
         _require(0.0 < self.learning_rate < 1.0, f"learning_rate must lie in (0, 1), got {self.learning_rate}.")
+        _require(0.0 < self.jsd_beta < 1.0, f"jsd_beta must lie in (0, 1), got {self.jsd_beta}.")
         _require(0.0 <= self.averaging < 1.0, f"averaging must lie in [0, 1), got {self.averaging}.")
         _require(0.0 < self.select_fraction <= 1.0, f"select_fraction must lie in (0, 1], got {self.select_fraction}.")
         _require(0.0 < self.student_share < 1.0, f"student_share must lie in (0, 1), got {self.student_share}.")
@@ -314,8 +320,9 @@ class DistillConfig:
     def learning(self) -> LearningConfig:
         """What the trainer reads."""
         return LearningConfig(
-            loss=self.loss, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, seed=self.seed,
+            loss=self.loss, jsd_beta=self.jsd_beta, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps,
             decay_from_step=self.decay_from_step, averaging=self.averaging, micro_batch_tokens=self.micro_batch_tokens,
+            seed=self.seed,
         )  # fmt: skip
 
 
@@ -343,6 +350,10 @@ class DistillRunConfig:
     """The folder of a draft already distilled, for AdaSPEC, in place of distilling one."""
     finetune_target: str | None = None
     """First train the target on these prompts and their given responses (AdaSPEC, step 1)."""
+    finetune_epochs: int = 1
+    """Passes of that over the responses."""
+    finetune_learning_rate: float = 2e-5
+    """Of that, at its start; it falls to nothing."""
     out: str = "distilled"
     """Folder of the run; the same command goes on there after a kill."""
     dtype: str = "auto"
@@ -366,6 +377,9 @@ class DistillRunConfig:
             self.responses in ("generated", "given"), f"responses must be generated or given, got {self.responses!r}."
         )
         _require(self.concurrency >= 1, f"concurrency must be at least 1, got {self.concurrency}.")
+        _require(self.finetune_epochs >= 1, f"finetune_epochs must be at least 1, got {self.finetune_epochs}.")
+        rate = self.finetune_learning_rate
+        _require(0.0 < rate < 1.0, f"finetune_learning_rate must lie in (0, 1), got {rate}.")
         _require(
             self.traces is None or self.responses == "generated",
             "responses is given, but traces hold their own; leave it out.",

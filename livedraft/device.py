@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 
@@ -117,3 +119,13 @@ def available_memory_bytes(device: torch.device | None = None) -> int:
         return kilobytes * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def versions() -> dict[str, str]:
+    """Of the software that figures and weights depend on."""
+    return {
+        "livedraft": metadata.version("livedraft"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }

@@ -9,30 +9,44 @@ Legend: V target vocabulary, W draft vocabulary, D width, N positions.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from livedraft.device import choose_execution_path, versions
 from livedraft.drafts.registry import MANIFEST_NAME, WEIGHTS_NAME, Registry, new_version_id
-from livedraft.drafts.weights import DraftWeights, check_against_target, load_draft, save_draft
+from livedraft.drafts.weights import (
+    DraftWeights,
+    check_against_target,
+    draft_from_hf,
+    draft_from_model,
+    draft_from_target,
+    load_draft,
+    save_draft,
+)
 from livedraft.learning.batches import collate, example_from_trace
 from livedraft.learning.forward import TargetParts, forward_of
 from livedraft.learning.store import TraceStore, read_recorded
 from livedraft.models.config import ModelConfig, hf_config
 from livedraft.models.export_gguf import write_gguf_like
+from livedraft.models.hf_runtime import module_of_config
 from livedraft.models.load import EMBEDDING, FINAL_NORM, HEAD, load_model
+from livedraft.models.open import open_model, vocabulary_size_of
 from livedraft.models.pull import resolve_model
 from livedraft.records import (
     DEFAULT_ROUTE,
     EXPORTED_TARGET_KEY,
+    EXPORTED_TOKENS_KEY,
     EXPORTED_VERSION_KEY,
     DraftVersion,
     Trace,
@@ -50,7 +64,10 @@ _NUM_LENGTHS = 20
 class Exported:
     """The draft as a model of its own."""
 
-    config: ModelConfig
+    num_layers: int
+    vocabulary_size: int
+    config: ModelConfig | None = None
+    """None for a model of a family that transformers alone reads; `tensors` are then that family's."""
     tensors: dict[str, torch.Tensor]
     """Hugging Face names, bf16."""
     absent_mass: float | None
@@ -66,6 +83,7 @@ def export_draft(registry: Registry | None, version_id: str, target: Path, folde
     if (source / WEIGHTS_NAME).exists():
         version, draft, traces = _distilled(source)
         measured = f"by `distill` on prompts kept back: alpha {version.alpha}"
+        data = f"sha256 of what it learnt from, as token ids: {version.data_sha256 or 'not kept'}"
     else:
         if registry is None:
             raise UserError(f"{version_id} is no folder of a draft.")
@@ -73,21 +91,22 @@ def export_draft(registry: Registry | None, version_id: str, target: Path, folde
         version = DraftVersion(**registry.manifest(version_id))
         draft, traces = registry.load(version), _recent_traces(registry.state)
         measured = f"by the gate on requests it had not seen: alpha {decision.get('alpha')}"
-    if draft.hf_config is not None:
+        data = _data_of(registry.state, version)
+    if format == "gguf" and draft.is_whole_model:  # the target's metadata would not be its own
         raise UserError(
-            f"{version_id} is a whole model of transformers already; its base folder and draft.safetensors are it."
+            f"{version_id} is a whole model of its own; export it with --format hf, and llama.cpp's own converter makes a GGUF "
+            "file of that folder."
         )
     parts = TargetParts.load(target, draft)
     exported = _whole(draft, parts, traces)
-    tokenizer = load_tokenizer(target, ())
-    card = _card(version, measured, exported, target)
+    card = _card(version, measured, data, draft, exported, target)
     try:
         if format == "hf":
-            names = {EXPORTED_TARGET_KEY: version.target_fingerprint, EXPORTED_VERSION_KEY: version.id}
-            write_hf(exported.config, exported.tensors, tokenizer, folder, names)
+            _write_folder(exported, draft, version, load_tokenizer(target, ()), folder)
             (folder / "README.md").write_text(card, encoding="utf-8")
         else:
             _write_gguf(exported, target, folder)
+            folder.with_name(f"{folder.name}.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
     return exported
@@ -127,21 +146,53 @@ def _recent_traces(state: Path) -> list[Trace]:
     return [trace for row in store.rows(limit=-1)[-_NUM_TRACES:] if (trace := store.read(row)) is not None]
 
 
+def _data_of(state: Path, version: DraftVersion) -> str:
+    """Of a version trained while serving. Requests may have been deleted since, so it is said of those still kept; by their
+    ids, which no two share, because reading all texts would hold up whoever exports for a running server."""
+    rows = [row for row in TraceStore(state).rows(limit=-1) if row.id <= version.last_trace_id and not row.is_held_out]
+    digest = hashlib.sha256("\n".join(row.request_id for row in rows).encode()).hexdigest()
+    return f"{len(rows)} of the requests it may have learnt from are kept; sha256 of their ids, one a line: {digest}"
+
+
 def _whole(draft: DraftWeights, parts: TargetParts, traces: Sequence[Trace]) -> Exported:
+    if draft.hf_config is not None:
+        return _whole_of_transformers(draft, parts, traces)
     config = draft.config or parts.config
     assert config is not None
     embedding_VD = draft.tensors.get("embedding", parts.embedding_VD)
     assert embedding_VD is not None
     hidden_ND = _hidden_states(draft, parts, traces)
-    head_VD, absent_mass = _full_head(draft, parts.vocabulary_size, hidden_ND)
+    # A whole model's own vocabulary may be padded differently from the target's.
+    head_VD, absent_mass = _full_head(draft, config.vocabulary_size, hidden_ND)
     tensors = {EMBEDDING: embedding_VD, FINAL_NORM: draft.tensors["final_norm"], HEAD: head_VD}
     for index in range(draft.num_layers):
         tensors |= _layer(draft, config, index)
     whole = replace(config, num_layers=draft.num_layers, has_tied_embeddings=False)
     return Exported(
+        num_layers=whole.num_layers,
+        vocabulary_size=whole.vocabulary_size,
         config=whole,
         tensors={name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
         absent_mass=absent_mass,
+    )
+
+
+def _whole_of_transformers(draft: DraftWeights, parts: TargetParts, traces: Sequence[Trace]) -> Exported:
+    """As it is. It knows all of the target's tokens; rows of its head that are none are padding, which it was trained with."""
+    num_rows = draft.num_input_tokens
+    assert num_rows is not None
+    mass = None
+    if traces and num_rows > draft.vocabulary_size:
+        padded = replace(draft, draft_to_target_W=torch.arange(num_rows))
+        hidden_ND = _hidden_states(draft, parts, traces)
+        with torch.inference_mode():
+            probs_NV = forward_of(padded, parts, 0).head(hidden_ND).softmax(-1)
+        mass = float(probs_NV[:, draft.vocabulary_size :].sum(-1).mean())
+    return Exported(
+        num_layers=draft.num_layers,
+        vocabulary_size=num_rows,
+        tensors={name: tensor.to(torch.bfloat16) for name, tensor in draft.tensors.items()},
+        absent_mass=mass,
     )
 
 
@@ -211,8 +262,30 @@ def _full_head(
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _card(version: DraftVersion, measured: str, exported: Exported, target: Path) -> str:
-    mass = "unknown: no traces at hand" if exported.absent_mass is None else f"{exported.absent_mass:.3%}"
+def _write_folder(
+    exported: Exported, draft: DraftWeights, version: DraftVersion, tokenizer: Tokenizer, folder: Path
+) -> None:
+    """With its manifest, by which `import_draft` knows it again."""
+    if exported.config is None:
+        assert draft.hf_config is not None
+        module = module_of_config(draft.hf_config, exported.tensors).to(torch.bfloat16)
+        module.save_pretrained(folder)
+        tokenizer.hf_tokenizer.save_pretrained(folder)
+    else:
+        names = {EXPORTED_TARGET_KEY: version.target_fingerprint, EXPORTED_VERSION_KEY: version.id}
+        if not draft.is_whole_model:
+            names[EXPORTED_TOKENS_KEY] = json.dumps(draft.draft_to_target_W.tolist())
+        write_hf(exported.config, exported.tensors, tokenizer, folder, names)
+    (folder / MANIFEST_NAME).write_text(json.dumps(asdict(version), indent=2), encoding="utf-8")
+
+
+def _card(
+    version: DraftVersion, measured: str, data: str, draft: DraftWeights, exported: Exported, target: Path
+) -> str:
+    if exported.absent_mass is not None:
+        mass = f"{exported.absent_mass:.3%}"
+    else:
+        mass = "none" if draft.vocabulary_size == exported.vocabulary_size else "unknown: no traces at hand"
     return f"""---
 library_name: transformers
 tags: [speculative-decoding, draft]
@@ -224,8 +297,10 @@ A draft model for speculative decoding, exported by livedraft on {time.strftime(
 - target fingerprint {version.target_fingerprint}, tokenizer fingerprint {version.tokenizer_fingerprint}
 - {version.num_layers} layers, {version.vocabulary_size} tokens known; probability of all others together: {mass}
 - trained on {version.num_requests_seen} requests, parent {version.parent}
+- {data}
 - measured {measured}
-- written by livedraft {metadata.version("livedraft")} with `{" ".join(sys.argv)}`
+- written with `{" ".join(sys.argv)}`
+- versions: {", ".join(f"{name} {number}" for name, number in versions().items())}
 - sha256 of draft.safetensors: {version.sha256}
 """
 
@@ -262,6 +337,7 @@ def _write_gguf(exported: Exported, target: Path, file: Path) -> None:
             "A GGUF draft takes its tokenizer from the target's GGUF file, and this target is none; use --format hf."
         )
     config = exported.config
+    assert config is not None
     tensors = (
         (_gguf_name(name), _interleaved(name, tensor.float(), config).numpy())
         for name, tensor in exported.tensors.items()
@@ -291,8 +367,10 @@ def _interleaved(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.
 
 
 def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion:
-    """A version's folder from elsewhere becomes a version here, not in service. Raises UserError for what does not fit."""
-    draft = load_draft(folder / WEIGHTS_NAME)
+    """A version's folder from elsewhere, or one that `export_draft` wrote as `hf`, becomes a version here, not in service.
+    Raises UserError for what does not fit."""
+    is_exported = not (folder / WEIGHTS_NAME).exists() and (folder / "config.json").exists()
+    draft = _read_back(folder, target) if is_exported else load_draft(folder / WEIGHTS_NAME)
     serving = registry.in_service(DEFAULT_ROUTE)
     if serving is None:
         raise UserError(f"{registry.state} has no draft in service yet; start serving with it first.")
@@ -303,6 +381,7 @@ def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion
     version = replace(
         serving, id=new_version_id(len(registry.versions())), parent=serving.id, sha256="", num_layers=draft.num_layers,
         vocabulary_size=draft.vocabulary_size, created_at=time.time(), num_requests_seen=0, last_trace_id=0, alpha=None,
+        data_sha256=None,
     )  # fmt: skip
     manifest = folder / MANIFEST_NAME
     if manifest.exists():
@@ -310,5 +389,34 @@ def import_draft(registry: Registry, folder: Path, target: Path) -> DraftVersion
         for name in ("target_fingerprint", "tokenizer_fingerprint"):
             if theirs.get(name) != getattr(version, name):
                 raise UserError(f"{folder} was trained for another target or tokenizer ({name} {theirs.get(name)}).")
-        version = replace(version, num_requests_seen=int(theirs.get("num_requests_seen", 0)))
+        version = replace(
+            version, num_requests_seen=int(theirs.get("num_requests_seen", 0)), data_sha256=theirs.get("data_sha256")
+        )
+    elif is_exported and load_tokenizer(folder, ()).fingerprint != version.tokenizer_fingerprint:
+        raise UserError(f"The tokenizer of {folder} is not the target's; a draft must share the target's vocabulary.")
     return registry.publish(lambda path: save_draft(draft, path), version, status="imported")
+
+
+def _read_back(folder: Path, target: Path) -> DraftWeights:
+    """What `export_draft` made a model of, to bf16's precision; another small model's folder is taken as it is."""
+    tokens = _exported_tokens(folder)
+    opened = open_model(folder, choose_execution_path("float32", "cpu"))
+    if tokens is not None:
+        assert opened.native is not None  # only what the native decoder reads is written with its tokens
+        return draft_from_target(opened.native, num_layers=opened.native.config.num_layers, token_ids=tokens)
+    if opened.native is not None:
+        return draft_from_model(opened.native, vocabulary_size_of(target))
+    return draft_from_hf(opened.hf_model, vocabulary_size_of(target))
+
+
+def _exported_tokens(folder: Path) -> list[int] | None:
+    """Those the draft knew, where it was layers of the target."""
+    path = folder / "model.safetensors"
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            kept = (file.metadata() or {}).get(EXPORTED_TOKENS_KEY)
+        return None if kept is None else [int(token) for token in json.loads(kept)]
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged or no safetensors file ({error}).") from error

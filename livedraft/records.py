@@ -21,6 +21,8 @@ DRAFT_TOP_K = 8
 """How many of the draft's tokens a trace keeps at each drafted position."""
 EXPORTED_TARGET_KEY, EXPORTED_VERSION_KEY = "livedraft_target", "livedraft_version"
 """In the metadata of an exported draft: the fingerprint of the target it was trained for, and its version."""
+EXPORTED_TOKENS_KEY = "livedraft_tokens"
+"""And the target's tokens it knows, as JSON, where it is layers of the target: what is needed to make it one again."""
 MAX_LOGPROBS = 20
 """The most alternatives a request may ask for at each output position, as in OpenAI's API."""
 
@@ -331,3 +333,5 @@ class DraftVersion:
     """The newest trace of that window: evidence for the gate must be newer or held out."""
     alpha: float | None = None
     """Measured by the gate, on evidence it has not trained on."""
+    data_sha256: str | None = None
+    """Of the token ids that `distill` trained it on; None for one trained while serving, whose requests come and go."""

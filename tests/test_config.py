@@ -1,6 +1,6 @@
 import pytest
 
-from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
+from livedraft.config import DistillConfig, DistillRunConfig, EngineConfig, LearningConfig, SpeculationConfig
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,21 @@ from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
         (LearningConfig, {"replay_per_new": -1}),
         (LearningConfig, {"num_threads": 0}),
         (LearningConfig, {"micro_batch_tokens": 0}),
+        (LearningConfig, {"jsd_beta": 1.0}),
+        (DistillConfig, {"jsd_beta": 0.0}),
     ],
 )
 def test_wrong_values_are_named(kind, fields):
     (name,) = fields
     with pytest.raises(ValueError, match=name):
         kind(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"finetune_epochs": 0}, {"finetune_learning_rate": 0.0}])
+def test_wrong_values_of_a_distillation_are_named(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=name):
+        DistillRunConfig(prompts="prompts.jsonl", **fields)
 
 
 def test_values_are_keyword_only_and_frozen():

@@ -91,7 +91,10 @@ def run(
         }  # fmt: skip
         for temperature in temperatures:
             traces = _served(llm, rows, temperature, max_tokens, seed)
-            result[f"temperature_{temperature:g}"] = _figures(traces, rows, drafts, resolve_model(model))
+            figures = _figures(traces, rows, drafts, resolve_model(model))
+            for row in figures["frequent_tokens"]["tokens"]:
+                row["text"] = llm.tokenizer.decode([row["id"]], with_special_tokens=True)
+            result[f"temperature_{temperature:g}"] = figures
     print(json.dumps(result)) if as_json else _print(result, temperatures)
 
 
@@ -183,7 +186,8 @@ def _ratio(upper: np.ndarray, lower: np.ndarray) -> dict[str, float] | None:
     if lower.sum() == 0:
         return None
     drawn = np.random.default_rng(0).integers(0, len(upper), (_RESAMPLES, len(upper)))
-    ratios = upper[drawn].sum(1) / np.maximum(lower[drawn].sum(1), 1e-9)
+    uppers, lowers = upper[drawn].sum(1), lower[drawn].sum(1)
+    ratios = uppers[lowers > 0] / lowers[lowers > 0]  # late positions are drafted in few requests
     low, high = np.quantile(ratios, (0.025, 0.975))
     return {
         "mean": round(float(upper.sum() / lower.sum()), 4),
@@ -192,14 +196,14 @@ def _ratio(upper: np.ndarray, lower: np.ndarray) -> dict[str, float] | None:
     }
 
 
-def _by_position(traces: Sequence[Trace]) -> list[float]:
-    rounds = [one for trace in traces for one in _rounds(trace)]
-    longest = max((len(one) for one in rounds), default=0)
-    shares = []
+def _by_position(traces: Sequence[Trace]) -> list[dict[str, float] | None]:
+    by_request = [_rounds(trace) for trace in traces]
+    longest = max((len(one) for rounds in by_request for one in rounds), default=0)
+    figures = []
     for position in range(longest):
-        here = [bool(one[: position + 1].all()) for one in rounds if len(one) > position]
-        shares.append(round(float(np.mean(here)), 4))
-    return shares
+        here = [[one[: position + 1].all() for one in rounds if len(one) > position] for rounds in by_request]
+        figures.append(_ratio(np.array([sum(one) for one in here], float), np.array([len(one) for one in here], float)))
+    return figures
 
 
 # --- asked of the draft at every position -----------------------------------------------------------------------------
@@ -242,22 +246,34 @@ def _alphas(scores: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 def _frequent_tokens(examples: Sequence[Example], guesses: dict[str, list[np.ndarray]]) -> dict[str, Any]:
     """As OSD analyses it (2310.07177, section 5): of the target's most frequent tokens, how many of the draft's guesses of them
-    are right (precision) and how many of their occurrences it guesses (recall); the mean over those tokens."""
+    are right (precision, None for what it never guesses) and how many of their occurrences it guesses (recall): token by
+    token, most frequent first, and the mean over them."""
     counts = Counter(int(token) for example in examples for token in example.output_token_ids)
     frequent = [token for token, _ in counts.most_common(_FREQUENT)]
     truth = np.concatenate([example.output_token_ids for example in examples])
-    result: dict[str, Any] = {"num_tokens": len(frequent), "share_of_output": 0.0}
-    result["share_of_output"] = round(sum(counts[token] for token in frequent) / len(truth), 4)
+    tokens: list[dict[str, Any]] = [{"id": token, "num_occurrences": counts[token]} for token in frequent]
+    result: dict[str, Any] = {
+        "num_tokens": len(frequent),
+        "share_of_output": round(sum(counts[token] for token in frequent) / len(truth), 4),
+    }
     for name, by_request in guesses.items():
         guessed = np.concatenate(by_request)
         is_right = guessed == truth
-        precision = [is_right[guessed == token].mean() for token in frequent if (guessed == token).any()]
-        recall = [is_right[truth == token].mean() for token in frequent]
-        result[name] = {
-            "precision": round(float(np.mean(precision)), 4) if precision else None,
-            "recall": round(float(np.mean(recall)), 4),
-        }
-    return result
+        precision = [_share(is_right[guessed == token]) for token in frequent]
+        recall = [_share(is_right[truth == token]) for token in frequent]
+        for row, *pair in zip(tokens, precision, recall, strict=True):
+            row[name] = dict(zip(("precision", "recall"), pair, strict=True))
+        result[name] = {"precision": _mean_of_known(precision), "recall": _mean_of_known(recall)}
+    return result | {"tokens": tokens}
+
+
+def _share(is_right: np.ndarray) -> float | None:
+    return round(float(is_right.mean()), 4) if len(is_right) else None
+
+
+def _mean_of_known(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return round(float(np.mean(known)), 4) if known else None
 
 
 # --- printed ----------------------------------------------------------------------------------------------------------
@@ -273,7 +289,9 @@ def _print(result: dict[str, Any], temperatures: Sequence[float]) -> None:
     table = Table("figure", *(f"temperature {one:g}" for one in temperatures), title=title)
     for name in DEFINITIONS:
         if name == "by_position":
-            table.add_row(name, *(" ".join(f"{share:.2f}" for share in one[name]) for one in columns))
+            for position in range(max(len(one[name]) for one in columns)):
+                shown = (_shown(one[name][position]) if position < len(one[name]) else "–" for one in columns)
+                table.add_row(f"{name}, {position + 1}", *shown)
         else:
             table.add_row(name, *(_shown(one[name]) for one in columns))
     console.print(table)
@@ -281,9 +299,26 @@ def _print(result: dict[str, Any], temperatures: Sequence[float]) -> None:
         for topic, own in figures.get("by_topic", {}).items():
             alpha, rate = _shown(own["alpha"]), _shown(own["acceptance_rate"])
             console.print(f"temperature {temperature:g}, {topic}: alpha {alpha}, accepted / drafted {rate}")
-        console.print(f"temperature {temperature:g}, frequent tokens: {figures['frequent_tokens']}")
+        console.print(_table_of_tokens(figures["frequent_tokens"], temperature))
     for name, words in DEFINITIONS.items():
         console.print(f"[bold]{name}[/bold]: {words}")
+
+
+def _table_of_tokens(frequent: dict[str, Any], temperature: float) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    names = [name for name in ("before", "draft") if name in frequent]
+    title = f"frequent tokens at temperature {temperature:g}, {frequent['share_of_output']:.0%} of the output"
+    table = Table("token", "times", *(f"{name}: precision, recall" for name in names), title=title)
+    for row in frequent["tokens"]:
+        table.add_row(Text(repr(row["text"])), str(row["num_occurrences"]), *(_pair(row[name]) for name in names))
+    table.add_row("mean", "", *(_pair(frequent[name]) for name in names))
+    return table
+
+
+def _pair(figures: dict[str, float | None]) -> str:
+    return ", ".join("–" if one is None else f"{one:.2f}" for one in (figures["precision"], figures["recall"]))
 
 
 def _shown(figure: dict[str, float] | None) -> str:

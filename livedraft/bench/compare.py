@@ -20,7 +20,7 @@ import torch
 
 from livedraft.bench.alternate import Timing, alternate, joined, median_with_interval
 from livedraft.bench.contender import Contender
-from livedraft.bench.machine import hardware, versions
+from livedraft.bench.machine import hardware
 from livedraft.bench.outputs import check_outputs
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
@@ -34,6 +34,7 @@ from livedraft.bench.rivals import (
     llama_version,
     vllm_engine,
 )  # fmt: skip
+from livedraft.device import versions
 from livedraft.draft_source import UNTRAINED, is_whole_model
 from livedraft.export import export_draft, write_hf
 from livedraft.llm import LLM

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from livedraft.bench.machine import run_record
 from livedraft.bench.progress import Bar
 from livedraft.config import LOSSES, DistillConfig, EngineConfig, SpeculationConfig
 from livedraft.drafts.weights import DraftWeights, file_sha256, load_draft
@@ -126,6 +127,7 @@ def run(
     _keep_arguments(out, traces, sampled_traces, limit=limit, epochs=epochs, layers=layers, model=model)
     study = _study(traces, limit, epochs, layers, out, model)
     result: dict[str, Any] = {
+        "run": run_record(data=(traces,), seeds=seeds),
         "num_train": len(study.train), "num_validation": len(study.validation), "epochs": epochs, "seeds": list(seeds),
         "layers": layers, "selection": _selection(study, seeds, epochs),
     }  # fmt: skip

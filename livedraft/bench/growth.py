@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from livedraft.bench.machine import hardware, versions
+from livedraft.bench.machine import hardware
 from livedraft.bench.outputs import check_outputs
-from livedraft.device import choose_execution_path, num_available_cores, use_threads
+from livedraft.device import choose_execution_path, num_available_cores, use_threads, versions
 from livedraft.models.native import quantized, with_kernels
 from livedraft.models.open import open_model
 from livedraft.models.pull import resolve_model

@@ -24,10 +24,11 @@ import numpy as np
 
 from livedraft.bench.alternate import Timing, alternate, joined, median_with_interval
 from livedraft.bench.contender import Contender
-from livedraft.bench.machine import hardware, versions
+from livedraft.bench.machine import hardware
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_rows, spread
 from livedraft.config import EngineConfig
+from livedraft.device import versions
 from livedraft.draft_source import is_whole_model
 from livedraft.llm import LLM
 from livedraft.records import SamplingParams, UserError

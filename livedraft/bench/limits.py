@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from livedraft.bench.machine import hardware, versions
+from livedraft.bench.machine import hardware
 from livedraft.config import EngineConfig
-from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads
+from livedraft.device import ExecutionPath, choose_execution_path, num_available_cores, use_threads, versions
 from livedraft.engine.runner import Runner
 from livedraft.llm import LLM
 from livedraft.models.native import unavailable_reason, with_kernels

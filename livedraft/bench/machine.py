@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+import shlex
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from livedraft.device import num_available_cores
+from livedraft.device import num_available_cores, versions
 
 
 def hardware() -> dict[str, Any]:
@@ -31,10 +33,30 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def run_record(*, data: Sequence[Path | str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Where figures come from, to be kept with them: `data` are the files they were measured on.
+
+    Folders of this machine are left out, they mean nothing elsewhere: an absolute path is its last part alone.
+    """
+    found = hardware()
+    instructions = ", ".join(found["instructions"])
     return {
-        "livedraft": metadata.version("livedraft"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "command": shlex.join(["livedraft", *map(_without_folder, sys.argv[1:])]),
+        "machine": found["gpu"] or f"{found['cores']} cores of {found['cpu']} ({instructions or 'no AVX2'})",
+        "date": time.strftime("%Y-%m-%d"),
+        "seeds": list(seeds),
+        "data": ", ".join(_name_of_data(str(one)) for one in data),
+        "versions": versions(),
     }
+
+
+def _name_of_data(source: str) -> str:
+    """Of a file or folder, or of `hub:DATASET:...`."""
+    return source.split(":")[1] if source.startswith("hub:") else Path(source).stem
+
+
+def _without_folder(argument: str) -> str:
+    name, sign, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    prefix, colon, path = value.partition(":") if value.startswith("static:") else ("", "", value)
+    is_path = path.startswith(("/", "./", "../", "~"))
+    return f"{name}{sign}{prefix}{colon}{Path(path).name if is_path else path}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from livedraft.bench.arms import ArmResult, Learner, Report, learner_of, read_outcome, run_arm
+from livedraft.bench.machine import run_record
 from livedraft.bench.outputs import check_outputs
 from livedraft.bench.progress import Bar
 from livedraft.bench.prompts import read_prompts
@@ -101,7 +102,8 @@ def run(
 
         plot_curves({arm: result.alphas for arm, result in results.items()}, plot)
     first = next(iter(fields.values()))
-    output = {"model": model, "seed": learning.seed, "requests": len(traces), **first, "arms": fields}
+    about = run_record(data=from_traces or prompt_files, seeds=(learning.seed,))
+    output = {"run": about, "model": model, "seed": learning.seed, "requests": len(traces), **first, "arms": fields}
     if as_json:
         print(json.dumps(output))
     else:

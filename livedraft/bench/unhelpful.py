@@ -16,10 +16,11 @@ import torch
 
 from livedraft.bench.alternate import alternate, joined, median_with_interval
 from livedraft.bench.contender import Contender
-from livedraft.bench.machine import hardware, versions
+from livedraft.bench.machine import hardware
 from livedraft.bench.progress import Bar
 from livedraft.bench.serve import bench_prompts
 from livedraft.config import EngineConfig
+from livedraft.device import versions
 from livedraft.draft_source import UNTRAINED
 from livedraft.drafts.weights import DraftWeights
 from livedraft.llm import LLM

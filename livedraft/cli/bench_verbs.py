@@ -374,6 +374,22 @@ def bench_replay(
     )  # fmt: skip
 
 
+@bench_app.command("table")
+def bench_table(
+    folder: Annotated[
+        Path, typer.Argument(help="Of .json files: what those three benches print with --json, a file each.")
+    ],
+    write: Annotated[
+        Path | None, typer.Option(help="A Markdown file, to put the table between its two markers instead.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Results of `bench distill`, `bench replay` and `distill` as one Markdown table: this is how README's is made."""
+    from livedraft.bench.results import run
+
+    run(folder, write=write, as_json=as_json)
+
+
 @bench_app.command("scale")
 def bench_scale(
     replicas: Annotated[str, typer.Option(help="vLLM servers, with commas between.")] = "1,10,1000",

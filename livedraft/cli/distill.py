@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from livedraft.bench.machine import run_record
 from livedraft.bench.prompts import Row, as_prompt, read_rows
 from livedraft.bench.reference import transformers_model
 from livedraft.cli.distill_screen import Screen
 from livedraft.config import DistillConfig, DistillRunConfig, EngineConfig, SpeculationConfig
-from livedraft.device import choose_execution_path, num_available_cores
+from livedraft.device import choose_execution_path, num_available_cores, versions
 from livedraft.draft_source import UNTRAINED, tokenizer_of
 from livedraft.drafts.registry import MANIFEST_NAME
 from livedraft.drafts.weights import DraftWeights, check_against_target, file_sha256
 from livedraft.engine.judging import judged_trace
 from livedraft.learning import finetune
-from livedraft.learning.batches import Example, example_from_trace
+from livedraft.learning.batches import Example, example_from_trace, sha256_of_texts
 from livedraft.learning.distill import (
     DRAFT_NAME,
     METRICS_NAME,
@@ -91,7 +92,7 @@ def run(settings: DistillRunConfig, config: DistillConfig, *, use_wandb: bool, a
     with (
         LLM(
             str(target),
-            draft=UNTRAINED if draft == UNTRAINED else "none",
+            draft=draft,
             dtype=settings.dtype,
             num_threads=threads,
             engine=EngineConfig(max_num_seqs=settings.concurrency),
@@ -102,7 +103,10 @@ def run(settings: DistillRunConfig, config: DistillConfig, *, use_wandb: bool, a
         stage = _Run(
             settings=settings, config=config, out=out, llm=llm, target=target, ranks=ranks, screen=screen, rows=rows
         )
-        result = _distil(stage, draft)
+        data = settings.traces or settings.prompts
+        assert data is not None  # the settings have seen to it
+        about = run_record(data=(data,), seeds=(config.seed,)) | {"settings": _unusual(settings, config)}
+        result = {"run": about} | _distil(stage, draft)
     if ranks.is_first:
         (out / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
         print(json.dumps(result)) if as_json else _print(result)
@@ -140,24 +144,24 @@ def _distil(run: _Run, draft: str) -> dict[str, Any]:
         )  # fmt: skip
         results["adaspec"], folders["adaspec"] = ada.run(responses("adaspec")), ada.folder
     judge = Distillation("", run.out, trainer, config, epochs=1, validation=validation)
-    fields: dict[str, Any] = {"num_train": len(train), "num_validation": len(validation)}
+    figures: dict[str, Any] = {"num_train": len(train), "num_validation": len(validation)}
     for name in ("initial", "distillspec", "adaspec"):
         scores = judge.scores(results[name]) if name in results else []
-        fields[f"{name}_alpha"] = Interval.of([one.alpha for one in scores]).rounded() if scores else None
-        fields[f"{name}_argmax_match"] = Interval.of([one.alpha_t0 for one in scores]).rounded() if scores else None
+        figures[f"{name}_alpha"] = Interval.of([one.alpha for one in scores]).rounded() if scores else None
+        figures[f"{name}_argmax_match"] = Interval.of([one.alpha_t0 for one in scores]).rounded() if scores else None
     if config.method == "adaspec":
         pairs = zip(judge.scores(results["adaspec"]), judge.scores(results["distillspec"]), strict=True)
-        fields["adaspec_minus_distillspec"] = Interval.of([a.alpha - d.alpha for a, d in pairs]).rounded()
+        figures["adaspec_minus_distillspec"] = Interval.of([a.alpha - d.alpha for a, d in pairs]).rounded()
     if run.ranks.is_first:
         for name, folder in folders.items():
-            _describe(run, folder, results[name], fields[f"{name}_alpha"], len(train))
+            _describe(run, folder, results[name], figures[f"{name}_alpha"], train)
             last = read_metrics(folder)[-1]
-            fields[f"{name}_training"] = {key: last[key] for key in ("step", "num_tokens", "flops", "seconds")}
-            fields[f"{name}_draft"] = str(folder)
+            figures[f"{name}_training"] = {key: last[key] for key in ("step", "num_tokens", "flops", "seconds")}
+            figures[f"{name}_draft"] = str(folder)
         if len(folders) == 2:  # an AdaSPEC draft has cost its reference too
-            both = [fields[f"{name}_training"]["flops"] for name in folders]
-            fields["adaspec_training"]["flops_with_reference"] = sum(both)
-    return fields
+            both = [figures[f"{name}_training"]["flops"] for name in folders]
+            figures["adaspec_training"]["flops_with_reference"] = sum(both)
+    return figures
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -228,10 +232,11 @@ def _sampling(config: DistillConfig, seed: int) -> SamplingParams:
 
 
 def _generated(run: _Run, rows: Sequence[Row], first: int) -> list[Trace]:
-    """By the engine, many together; the verdicts come with serving."""
+    """By the engine, many together, speculatively where the draft is one that may be right; the verdicts come with serving."""
     found: dict[str, Trace] = {}
     llm = run.llm
-    llm.engine.offer_draft(None)
+    if run.settings.draft == "auto":  # the target's bare layers hardly ever are
+        llm.engine.offer_draft(None)
     llm.engine.trace_sink = lambda trace: found.update({trace.request_id: trace})
     requests = [
         llm.request(
@@ -330,21 +335,24 @@ def _trainer(run: _Run, draft: str, train: Sequence[Example], validation: Sequen
     return trainer
 
 
-def _describe(run: _Run, folder: Path, draft: DraftWeights, alpha: dict[str, float], num_requests: int) -> None:
+def _describe(run: _Run, folder: Path, draft: DraftWeights, alpha: dict[str, float], train: Sequence[Example]) -> None:
     """The manifest that `serve --draft` and `drafts import` check, and a card with where the draft comes from."""
     sha256 = file_sha256(folder / DRAFT_NAME)
     version = DraftVersion(
         id=folder.name, route="default", parent=None, sha256=sha256, num_layers=draft.num_layers, created_at=time.time(),
         target_fingerprint=run.llm.target_fingerprint, tokenizer_fingerprint=run.llm.tokenizer.fingerprint,
-        vocabulary_size=draft.vocabulary_size, num_requests_seen=num_requests, alpha=alpha["mean"],
+        vocabulary_size=draft.vocabulary_size, num_requests_seen=len(train), alpha=alpha["mean"],
+        data_sha256=sha256_of_texts([*one.token_ids, one.output_token_ids[-1]] for one in train),
     )  # fmt: skip
     (folder / MANIFEST_NAME).write_text(json.dumps(asdict(version), indent=2), encoding="utf-8")
     settings = json.loads((run.out / "run.json").read_text(encoding="utf-8"))
     (folder / "README.md").write_text(
         f"# A draft for {run.target.stem}, distilled by livedraft ({folder.name})\n\n"
-        f"- alpha {alpha['mean']} [{alpha['low']}, {alpha['high']}] on prompts kept back, {num_requests} to learn from\n"
+        f"- alpha {alpha['mean']} [{alpha['low']}, {alpha['high']}] on prompts kept back, {len(train)} to learn from\n"
         f"- sha256 of {DRAFT_NAME}: {sha256}\n- target fingerprint {version.target_fingerprint}, tokenizer fingerprint "
-        f"{version.tokenizer_fingerprint}\n- command: `{' '.join(sys.argv)}`\n- every step: {METRICS_NAME}\n\n"
+        f"{version.tokenizer_fingerprint}\n- command: `{' '.join(sys.argv)}`\n- every step: {METRICS_NAME}\n"
+        f"- versions: {', '.join(f'{name} {number}' for name, number in versions().items())}\n"
+        f"- sha256 of what it learnt from, prompts and the target's responses as token ids: {version.data_sha256}\n\n"
         f"Settings:\n\n```json\n{json.dumps(settings, indent=2)}\n```\n",
         encoding="utf-8",
     )
@@ -368,7 +376,10 @@ def _finetuned(target: Path, settings: DistillRunConfig, config: DistillConfig, 
         model = opened.hf_model
         if opened.native is not None:
             model = transformers_model(opened.native.tensors, opened.native.config, torch.float32)
-        finetune.finetune(model, texts, seed=config.seed, report=_finetuning)
+        finetune.finetune(
+            model, texts, epochs=settings.finetune_epochs, learning_rate=settings.finetune_learning_rate, seed=config.seed,
+            report=_finetuning,
+        )  # fmt: skip
         finetune.save(model, tokenizer.hf_tokenizer, folder)
     ranks.wait()
     return folder
@@ -415,6 +426,19 @@ def _keep_settings(out: Path, settings: DistillRunConfig, config: DistillConfig,
         except OSError as error:
             raise UserError(f"{out} cannot be written ({error.strerror}); give another --out.") from error
     ranks.wait()
+
+
+def _unusual(settings: DistillRunConfig, config: DistillConfig) -> dict[str, Any]:
+    """Settings that make a draft another one than the defaults would."""
+    kept = {"draft_layers", "responses"}  # of the run's, which are mostly files
+    aside = {"method", "seed", "validate_steps", "checkpoint_steps", "save_steps", "micro_batch_tokens"}
+    return {
+        field.name: value
+        for one in (settings, config)
+        for field in fields(one)
+        if (value := getattr(one, field.name)) != field.default
+        and (field.name in kept if one is settings else field.name not in aside)
+    }
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

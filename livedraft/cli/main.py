@@ -256,6 +256,7 @@ def distill(
     limit: Annotated[int | None, typer.Option(help="How many prompts.")] = None,
     method: Annotated[str | None, typer.Option(help="distillspec or adaspec.")] = None,
     loss: Annotated[str | None, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = None,
+    jsd_beta: Annotated[float | None, typer.Option(help="Of the loss jsd: the target's share of the mixture.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the responses.")] = None,
     reference_epochs: Annotated[int | None, typer.Option(help="Of the reference; as many if left out.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Requests a step.")] = None,
@@ -270,6 +271,8 @@ def distill(
     finetune_target: Annotated[
         str | None, typer.Option(help="First train the target on this file's responses.")
     ] = None,
+    finetune_epochs: Annotated[int | None, typer.Option(help="Passes of that over the responses.")] = None,
+    finetune_learning_rate: Annotated[float | None, typer.Option(help="Of that, at its start.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Responses are drawn at.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     save_steps: Annotated[int | None, typer.Option(help="Keep the draft of every so many steps.")] = None,
@@ -288,11 +291,12 @@ def distill(
             "run": {
                 "prompts": prompts, "traces": traces, "target": target, "draft": draft, "draft_layers": draft_layers,
                 "out": out, "limit": limit, "responses": responses, "reference": reference, "dtype": dtype,
-                "finetune_target": finetune_target, "threads": threads,
+                "finetune_target": finetune_target, "finetune_epochs": finetune_epochs,
+                "finetune_learning_rate": finetune_learning_rate, "threads": threads,
             },
             "distill": {
-                "method": method, "loss": loss, "epochs": epochs, "reference_epochs": reference_epochs,
-                "batch_size": batch_size, "learning_rate": learning_rate, "select_fraction": select_fraction,
+                "method": method, "loss": loss, "jsd_beta": jsd_beta, "epochs": epochs, "batch_size": batch_size,
+                "reference_epochs": reference_epochs, "learning_rate": learning_rate, "select_fraction": select_fraction,
                 "select": select, "source": source, "mix_level": mix_level, "teacher": teacher,
                 "temperature": temperature, "max_tokens": max_tokens, "save_steps": save_steps, "seed": seed,
             },

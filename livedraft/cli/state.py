@@ -63,8 +63,9 @@ def export_draft(state: Path | None, version_id: str, path: Path, *, format: str
         "" if done.absent_mass is None else f" Tokens it does not know have {done.absent_mass:.3%} of the probability."
     )
     say(
-        f"{version_id} is written to {path}: {done.config.num_layers} layers, {done.config.vocabulary_size} tokens.{mass}",
-        as_json=as_json, path=str(path),
+        f"{version_id} is written to {path}: {done.num_layers} layers, {done.vocabulary_size} tokens.{mass}",
+        as_json=as_json, path=str(path), num_layers=done.num_layers, vocabulary_size=done.vocabulary_size,
+        absent_mass=done.absent_mass,
     )  # fmt: skip
 
 

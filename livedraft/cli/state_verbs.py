@@ -69,7 +69,7 @@ def drafts_export(
 @drafts_app.command("import")
 def drafts_import(
     folder: Annotated[
-        Path, typer.Argument(help="A version's folder: draft.safetensors, and manifest.json if there is one.")
+        Path, typer.Argument(help="A version's folder, or one that `drafts export` wrote for transformers.")
     ],
     model: Model = DEFAULT_MODEL,
     state: State = None,

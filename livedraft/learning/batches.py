@@ -9,8 +9,9 @@ Legend: B sequences, T tokens, N loss positions, K teacher tokens, W draft vocab
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,14 @@ import numpy as np
 import torch
 
 from livedraft.records import DEFAULT_ROUTE, SamplingParams, Trace
+
+
+def sha256_of_texts(token_ids: Iterable[Sequence[int]]) -> str:
+    """What identifies training data: the texts in this order, as they are read by the models."""
+    digest = hashlib.sha256()
+    for one in token_ids:
+        digest.update(np.array([len(one), *one], dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from livedraft.records import UserError
 
-LEARNING_RATE, BATCH_SIZE, NUM_EPOCHS, MAX_TOKENS = 2e-5, 8, 1, 1024
+BATCH_SIZE, MAX_TOKENS = 8, 1024
 _IGNORED = -100
 """A label that costs nothing: the prompt's tokens."""
 
@@ -21,19 +21,22 @@ def finetune(
     model: Any,
     texts: Sequence[tuple[list[int], list[int]]],
     *,
+    epochs: int,
+    learning_rate: float,
     seed: int,
     report: Callable[[int, int, float], None] = lambda *_: None,
 ) -> None:
     """Train a transformers causal model, in place, on (prompt tokens, response tokens): cross entropy of the responses.
 
-    Texts whose prompt alone has MAX_TOKENS are left out. `report(step, of, loss)`. Raises UserError when the loss stops being a
+    `learning_rate` is the first step's and falls to nothing in equal steps over all `epochs`. Texts whose prompt alone has
+    MAX_TOKENS are left out. `report(step, of, loss)`. Raises UserError when the loss stops being a
     number.
     """
     texts = [(prompt, response) for prompt, response in texts if len(prompt) < MAX_TOKENS]
     if not texts:
         raise UserError(f"No prompt to fine-tune on is shorter than {MAX_TOKENS} tokens.")
-    batches = _batches(texts, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    batches = _batches(texts, epochs, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
     model.train()
     for step, batch in enumerate(batches, start=1):
@@ -63,10 +66,10 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     (folder / "part").rmdir()
 
 
-def _batches(texts: Sequence[tuple[list[int], list[int]]], seed: int) -> list[list[tuple[list[int], list[int]]]]:
-    order = [
-        index for epoch in range(NUM_EPOCHS) for index in np.random.default_rng([seed, epoch]).permutation(len(texts))
-    ]
+def _batches(
+    texts: Sequence[tuple[list[int], list[int]]], epochs: int, seed: int
+) -> list[list[tuple[list[int], list[int]]]]:
+    order = [index for epoch in range(epochs) for index in np.random.default_rng([seed, epoch]).permutation(len(texts))]
     return [[texts[index] for index in order[start : start + BATCH_SIZE]] for start in range(0, len(order), BATCH_SIZE)]
 
 

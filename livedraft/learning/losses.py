@@ -9,7 +9,7 @@ is its textbook form.
                  renormalised, so its mass outside S (the tail class) costs too.
   reverse_kl     KL of the draft from the target, on S and one class more: the draft's and the target's mass outside S.
   jsd            β KL(target || mixture) + (1 − β) KL(draft || mixture) on the same classes, the mixture being β target +
-                 (1 − β) draft (DistillSpec, 2310.08461; β = JSD_BETA).
+                 (1 − β) draft (DistillSpec, 2310.08461; β is the setting jsd_beta).
   cross_entropy  −log of the draft's probability of the token that was served: plain fine-tuning on the target's texts. A token
                  the draft does not know teaches nothing.
   tvd            1 − Σ_S min(target_probs, draft_probs); outside S contributes nothing to the sum.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -35,7 +36,6 @@ MIN_SHARED_MASS = 0.05
 """A position whose target mass on S is below this teaches nothing and is counted."""
 _TINY = 1e-12
 HYBRID_DECAY = 3.0
-JSD_BETA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def reverse_kl(comparison: Comparison) -> torch.Tensor:
     return (draft_NC * (log_draft_NC - log_target_NC)).sum(-1)
 
 
-def jsd(comparison: Comparison, beta: float = JSD_BETA) -> torch.Tensor:
+def jsd(comparison: Comparison, beta: float = 0.5) -> torch.Tensor:
     target_NC, draft_NC, log_target_NC, log_draft_NC = comparison.with_tails
     log_mixture_NC = (beta * target_NC + (1.0 - beta) * draft_NC).log()
     to_target_N = (target_NC * (log_target_NC - log_mixture_NC)).sum(-1)
@@ -145,3 +145,8 @@ LOSS_FUNCTIONS: dict[Loss, Callable[[Comparison], torch.Tensor]] = {
     "cross_entropy": cross_entropy,
 }
 """Each maps a comparison to one number a position; the caller drops positions that teach nothing and averages."""
+
+
+def loss_function(loss: Loss, *, jsd_beta: float) -> Callable[[Comparison], torch.Tensor]:
+    """The loss of a name, as the settings have it."""
+    return partial(jsd, beta=jsd_beta) if loss == "jsd" else LOSS_FUNCTIONS[loss]

@@ -29,7 +29,7 @@ from livedraft.drafts.weights import DraftWeights
 from livedraft.learning.batches import Example, TrainBatch, collate, micro_batches
 from livedraft.learning.forward import Forward, TargetParts, forward_of
 from livedraft.learning.lanes import run_lanes
-from livedraft.learning.losses import LOSS_FUNCTIONS, compare, forward_kl
+from livedraft.learning.losses import compare, forward_kl, loss_function
 from livedraft.learning.ranks import Ranks
 from livedraft.learning.scoring import ROWS_PER_CHUNK, Score, Scorer, score_batches
 from livedraft.learning.selection import Selection
@@ -310,7 +310,7 @@ class Trainer:
         """The backward pass of each chunk of logits runs at once, down to the hidden states; only then the layers' own.
         So a single chunk of [rows, W] logits is ever held, and nothing is computed twice.
         """
-        loss_function = LOSS_FUNCTIONS[self.config.loss]
+        loss_of = loss_function(self.config.loss, jsd_beta=self.config.jsd_beta)
         hidden_ND = weights.hidden(batch.token_ids_BT)[batch.loss_rows_N]
         leaf_ND = hidden_ND.detach().requires_grad_()
         selected_N = None
@@ -327,7 +327,7 @@ class Trainer:
             teaches_N = comparison.teaches_N
             used_N = teaches_N if selected_N is None else teaches_N & selected_N[rows]
             # where, not a product: a position that teaches nothing may have an infinite loss.
-            loss_N = loss_function(comparison)
+            loss_N = loss_of(comparison)
             loss = torch.where(used_N, loss_N, 0.0).sum()
             (loss / num_positions).backward()
             sums.loss += loss.item()

@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from livedraft.learning.distill import read_metrics
+from livedraft.learning.store import read_recorded
+from tests.assisted import acceptance_rate
 from tests.e2e.in_process import livedraft
 from tests.hf_folder import byte_tokenizer
 
@@ -60,6 +62,11 @@ def test_both_methods_and_a_draft_that_serves(model_folder, files):
     assert figures["adaspec_minus_distillspec"]["mean"] == pytest.approx(difference, abs=2e-4)
     ours, both = figures["adaspec_training"]["flops"], figures["adaspec_training"]["flops_with_reference"]
     assert both == ours + figures["distillspec_training"]["flops"] > ours > figures["distillspec_training"]["flops"]
+    assert figures["run"]["seeds"] == [0]
+    assert figures["run"]["data"] == "prompts"
+    assert figures["run"]["settings"] == {
+        "draft_layers": 1, "epochs": 2, "batch_size": 4, "max_tokens": 16, "validation_share": 0.3, "learning_rate": 1e-2
+    }  # fmt: skip
     assert list((files / "out" / "tensorboard" / "adaspec").glob("events*"))
     card = (files / "out" / "adaspec" / "README.md").read_text()
     assert "target fingerprint" in card
@@ -80,24 +87,40 @@ def test_both_methods_and_a_draft_that_serves(model_folder, files):
 
 
 def test_an_exported_draft_is_accepted_as_often_elsewhere(model_folder, files):
-    """The folder for transformers, taken back in as a whole model of its own: the same acceptance, in real speculation."""
-    distill(files, model_folder, "--method", "distillspec")
+    """The folder for transformers: as often inside transformers' assisted generation, by its own count, and taken back in as a
+    whole model of its own."""
+    distill(files, model_folder, "--method", "distillspec", "--epochs", 5, "--draft-layers", 2, "--max-tokens", 48)
     draft = files / "out" / "distillspec"
-    done = livedraft("drafts", "export", draft, files / "hf", "--model", model_folder)
+    done = livedraft("drafts", "export", draft, files / "hf", "--model", model_folder, "--json")
     assert done.returncode == 0, done.stderr
     card = (files / "hf" / "README.md").read_text()
     assert "kept back" in card
-    assert "livedraft" in card
+    assert json.loads(done.stdout)["absent_mass"] is None  # it knows all of the byte tokens
+    assert "probability of all others together: none" in card
+    manifest = json.loads((draft / "manifest.json").read_text())
+    for words in (manifest["data_sha256"], f"torch {torch.__version__}", f"transformers {transformers.__version__}"):
+        assert words in card
+        assert words in (draft / "README.md").read_text()
     rates = []
     for source in (draft, files / "hf"):
         result = livedraft(
             "bench", "acceptance", "--prompts", files / "prompts.jsonl", "--model", model_folder, "--draft", source,
-            "--dtype", "float32", "--threads", 1, "--max-tokens", 16, "--temperature", 0, "--json",
+            "--dtype", "float32", "--threads", 1, "--max-tokens", 48, "--temperature", 0, "--limit", 12, "--json",
         )  # fmt: skip
         rates.append(json.loads(result.stdout)["temperature_0"]["acceptance_rate"]["mean"])
     assert rates[0] == pytest.approx(rates[1], abs=0.02)
+    assert 0.1 < rates[0] < 0.9  # or agreeing means little
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(files / "hf", dtype=torch.float32)
     target = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "hf")
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": json.loads(line)["turns"][0]}], add_generation_prompt=True, return_dict=False
+        )
+        for line in (files / "prompts.jsonl").read_text().splitlines()[:12]
+    ]
+    theirs = acceptance_rate(target, hf_model, prompts, k=4, max_tokens=48, eos=257)
+    assert theirs == pytest.approx(rates[0], abs=0.02)
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = [
         target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=assistant, pad_token_id=256)
@@ -143,6 +166,19 @@ def test_whose_texts_and_which_loss(model_folder, files, options):
     assert sum(losses[-3:]) < sum(losses[:3])
     assert figures["adaspec_alpha"] is None
     assert len(list((files / "out" / "distillspec").glob("texts-*.st"))) == (2 if "--source" in options else 0)
+
+
+def test_responses_are_the_same_when_the_draft_helps_to_write_them(model_folder, files):
+    """A draft that knows something speculates while the target answers; what the target says does not change."""
+    distill(files, model_folder, "--method", "distillspec", "--epochs", 8)
+    draft = files / "out" / "distillspec"
+    distill(files, model_folder, "--method", "distillspec", "--draft", draft, out="again")
+    plain, helped = (
+        [trace for part in sorted((files / out / "responses").glob("*.st")) for trace in read_recorded(part)]
+        for out in ("out", "again")
+    )
+    assert [trace.output_token_ids for trace in helped] == [trace.output_token_ids for trace in plain]
+    assert {trace.draft_version for trace in helped} == {str(draft)}
 
 
 def test_a_prompt_without_the_response_it_should_have_is_named(model_folder, files):
@@ -241,9 +277,30 @@ def test_a_target_may_be_fine_tuned_first(model_folder, files):
         "given",
         "--method",
         "distillspec",
+        "--finetune-epochs",
+        2,
+        "--finetune-learning-rate",
+        1e-3,
     )
     assert (files / "out" / "target" / "model.safetensors").exists()
     assert figures["distillspec_alpha"]["mean"] > figures["initial_alpha"]["mean"]
+    kept = json.loads((files / "out" / "run.json").read_text())
+    assert (kept["finetune_epochs"], kept["finetune_learning_rate"]) == (2, 1e-3)
+
+
+def test_a_reference_distilled_before_does_as_well_as_one_made_now(model_folder, files):
+    """Not a step is trained for it again, and AdaSPEC comes out the same."""
+    expected = distill(files, model_folder)
+    figures = distill(files, model_folder, "--reference", files / "out" / "distillspec", out="again")
+    assert not (files / "again" / "distillspec").exists()
+    assert figures["distillspec_alpha"] == expected["distillspec_alpha"]
+    assert figures["adaspec_alpha"] == expected["adaspec_alpha"]
+    assert losses_of(files / "again" / "adaspec") == losses_of(files / "out" / "adaspec")
+    assert "distillspec_training" not in figures
+    # Another reference selects otherwise.
+    other = distill(files, model_folder, "--reference", files / "out" / "adaspec", out="other")
+    assert losses_of(files / "other" / "adaspec") != losses_of(files / "out" / "adaspec")
+    assert other["distillspec_alpha"] == expected["adaspec_alpha"]
 
 
 def start(files, target, *prefix):
@@ -255,8 +312,12 @@ def start(files, target, *prefix):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def losses_of(folder):
+    return [row["loss"] for row in read_metrics(folder)]
+
+
 def losses(folder):
-    return [row["loss"] for name in ("distillspec", "adaspec") for row in read_metrics(folder / name)]
+    return [loss for name in ("distillspec", "adaspec") for loss in losses_of(folder / name)]
 
 
 def test_kill_9_and_on(model_folder, files):

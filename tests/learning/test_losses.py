@@ -12,6 +12,7 @@ from livedraft.learning.losses import (
     forward_kl,
     hybrid,
     jsd,
+    loss_function,
     neg_log_alpha,
     reverse_kl,
     tvd,
@@ -40,7 +41,7 @@ def trimmed_case(seed=0, top_k=6):
     return draft_logits[:, : len(ids)].contiguous(), lookup[top.indices], top.values
 
 
-def reference(name, draft_logits, rows, log_probs):
+def reference(name, draft_logits, rows, log_probs, beta=0.5):
     """Loops over positions and tokens, straight from the definitions."""
     draft_probs = draft_logits.softmax(-1)
     per_position = {"forward_kl": [], "reverse_kl": [], "jsd": [], "tvd": [], "neg_log_alpha": [], "cross_entropy": []}
@@ -58,8 +59,9 @@ def reference(name, draft_logits, rows, log_probs):
         p = torch.cat([target, (1 - mass)[None].maximum(rest)])
         q = torch.cat([draft, (1 - draft.sum())[None].maximum(rest)])
         per_position["reverse_kl"].append((q * (q / p).log()).sum())
-        mixture = (p + q) / 2
-        per_position["jsd"].append(((p * (p / mixture).log()).sum() + (q * (q / mixture).log()).sum()) / 2)
+        mixture = beta * p + (1 - beta) * q
+        sides = [(one * (one / mixture).log()).sum() for one in (p, q)]
+        per_position["jsd"].append(beta * sides[0] + (1 - beta) * sides[1])
         label = LABELS[position] if LABELS[position] < draft_probs.shape[1] else None
         per_position["cross_entropy"].append(torch.zeros(()) if label is None else -draft_probs[position, label].log())
     stacked = {key: torch.stack(values) for key, values in per_position.items()}
@@ -84,6 +86,20 @@ def test_value_and_gradient_equal_the_reference(name, case):
         (values * weights).sum().backward()
         (expected * weights).sum().backward()
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", [full_case, trimmed_case])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_the_mixtures_share_is_a_setting(beta, case):
+    draft_logits, rows, log_probs = case(1)
+    ours, theirs = draft_logits.clone().requires_grad_(), draft_logits.clone().requires_grad_()
+    values = loss_function("jsd", jsd_beta=beta)(compare(ours, rows, log_probs))
+    expected = reference("jsd", theirs, rows, log_probs, beta)
+    assert torch.allclose(values, expected, atol=1e-10)
+    values.sum().backward()
+    expected.sum().backward()
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-10)
+    assert loss_function("tvd", jsd_beta=beta) is tvd
 
 
 def test_full_vocabulary_forms_are_the_textbooks():

@@ -37,6 +37,14 @@ def test_alpha_rises_on_a_toy_language(examples, loss):
     assert made.num_steps == 60
 
 
+def test_the_share_of_the_mixture_reaches_the_loss(examples):
+    """Both sides of JSD are bounded by log 1/β and log 1/(1 − β): another β is another number on the same batch."""
+    losses = {beta: float32(trainer(loss="jsd", jsd_beta=beta)).step(examples[:4]).loss for beta in (0.1, 0.5)}
+    plain = float32(trainer(loss="jsd")).step(examples[:4]).loss
+    assert losses[0.5] == plain
+    assert abs(losses[0.1] - plain) > 0.05 * plain
+
+
 def test_training_forward_equals_the_serving_forward(examples):
     """The trainer's logits at the loss positions are those the serving draft computes with its KV cache."""
     made = float32(trainer())
