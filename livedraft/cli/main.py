@@ -362,6 +362,7 @@ def main() -> None:
     from livedraft.records import UserError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("livedraft.start").setLevel(logging.INFO)
     try:
         app(prog_name="livedraft")
     except (UserError, ValueError) as error:
