@@ -245,7 +245,6 @@ def test_on_a_cpu_without_bf16_products_only_the_compiled_step_runs_in_bf16():
     assert fitted(COMPILED, None).dtype == torch.bfloat16  # asked for, or native
 
 
-@ONCE
 def test_a_build_is_announced_and_done_once(monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
@@ -261,6 +260,7 @@ def test_a_build_is_announced_and_done_once(monkeypatch, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+@ONCE
 def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path)
     build = BUILD
