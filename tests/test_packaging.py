@@ -48,6 +48,39 @@ def test_the_package_says_that_it_is_typed():
     assert (ROOT / "livedraft" / "py.typed").exists()
 
 
+CONSUMER = '''
+from pathlib import Path
+
+from livedraft import LLM, SamplingParams
+
+
+def answer(prompt: str, state: Path) -> tuple[str, float | None]:
+    with LLM("smollm2-135m", state=state, learn=True) as llm:
+        output = llm.generate([{"role": "user", "content": prompt}], SamplingParams(max_tokens=16, temperature=0.0))[0]
+        several = llm.generate(["one", "two"], store=False)
+    return output.text + several[1].text, output.stats.acceptance_rate
+'''
+WRONG = {"max_tokens=16": "max_tokens='16'", "state=state": "state=3", "-> tuple[str, float | None]": "-> tuple[int, str]"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_strict_mypy_accepts_a_program_that_uses_the_package_and_finds_its_faults(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\nfollow_imports = silent\nignore_missing_imports = True\n")
+
+    def complaints(text):
+        (tmp_path / "consumer.py").write_text(text)
+        options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")]
+        said, errors, _ = mypy.run([*options, str(tmp_path / "consumer.py")])
+        assert errors == ""
+        return [line for line in said.splitlines() if "error:" in line]
+
+    assert complaints(CONSUMER) == []
+    for right, wrong in WRONG.items():
+        assert len(complaints(CONSUMER.replace(right, wrong))) == 1, wrong
+
+
 def names(requirements):
     """Distribution names as they are compared: lower case, one kind of dash."""
     return {normal(requirement.split(";")[0].split("[")[0].split(">")[0].split("=")[0]) for requirement in requirements}
