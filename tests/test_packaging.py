@@ -48,7 +48,7 @@ def test_the_package_says_that_it_is_typed():
     assert (ROOT / "livedraft" / "py.typed").exists()
 
 
-CONSUMER = '''
+CONSUMER = """
 from pathlib import Path
 
 from livedraft import LLM, SamplingParams
@@ -59,15 +59,21 @@ def answer(prompt: str, state: Path) -> tuple[str, float | None]:
         output = llm.generate([{"role": "user", "content": prompt}], SamplingParams(max_tokens=16, temperature=0.0))[0]
         several = llm.generate(["one", "two"], store=False)
     return output.text + several[1].text, output.stats.acceptance_rate
-'''
-WRONG = {"max_tokens=16": "max_tokens='16'", "state=state": "state=3", "-> tuple[str, float | None]": "-> tuple[int, str]"}
+"""
+WRONG = {
+    "max_tokens=16": "max_tokens='16'",
+    "state=state": "state=3",
+    "-> tuple[str, float | None]": "-> tuple[int, str]",
+}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_strict_mypy_accepts_a_program_that_uses_the_package_and_finds_its_faults(tmp_path):
     mypy = pytest.importorskip("mypy.api")
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\nfollow_imports = silent\nignore_missing_imports = True\n")
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nfollow_imports = silent\nignore_missing_imports = True\n"
+    )
 
     def complaints(text):
         (tmp_path / "consumer.py").write_text(text)

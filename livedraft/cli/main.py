@@ -358,8 +358,8 @@ def demo(
 
 
 def main() -> None:
-    """Entry point, but for Ctrl-C (`__main__`): an error of the user's is one sentence on standard error and exit code 1, never a
-    traceback."""
+    """Entry point, but for Ctrl-C (`__main__`): an error of the user's is one sentence on standard error and exit code 1, never
+    a traceback."""
     from livedraft.records import UserError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "drafts close": "tests/cli/test_json.py",
     "demo": "tests/e2e/test_demo.py",
     "distill": "tests/e2e/test_distill.py",
-    "export-target": "tests/e2e/test_cli.py",
+    "export-target": "tests/cli/test_json.py",
     "pull": "tests/cli/test_json.py",
     "bench acceptance": "tests/bench/test_acceptance.py",
     "bench compare": "tests/bench/test_compare.py",
@@ -108,6 +108,13 @@ def test_what_changes_what_serves_is_one_object_too(tmp_path):
 @pytest.mark.model
 def test_a_model_that_is_here_is_pulled_as_one_object(smollm2_path):
     assert one_object(livedraft("pull", "smollm2-135m", "--json"))["path"] == str(smollm2_path)
+
+
+@pytest.mark.long
+@pytest.mark.model
+def test_an_exported_target_is_one_object(smollm2_path, tmp_path):
+    file = tmp_path / "target.gguf"
+    assert one_object(livedraft("export-target", file, "--json"))["file"] == str(file)
 
 
 def test_every_verb_with_json_is_tried_here_or_where_it_says():

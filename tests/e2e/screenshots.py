@@ -1,7 +1,7 @@
 """The pictures of docs/dashboard.md, from a real run: `python -m tests.e2e.screenshots docs`. Needs Chromium, as the test does.
 
-`livedraft serve --admin-key` learns from the demo's stream; one chat is asked over the page. Minutes long on two cores. Nothing is
-written while the page shows no promotion, or nothing learnt: the machine was too busy, so run it again on a quiet one.
+`livedraft serve --admin-key` learns from the demo's stream; one chat is asked over the page. Minutes long on two cores. No
+picture is made of a page without a promotion or with nothing learnt: the machine was too busy, so run it again on a quiet one.
 """
 
 from __future__ import annotations
