@@ -171,7 +171,8 @@ def test_routes_are_named_and_rolled_back_from_their_own_rows_and_the_gates_reas
         )
         registry.reject(rejected.id, {"alpha": 0.4, "parent_alpha": 0.5, "reason": "p = 0.9 > 0.05"})
         browser.do.get(f"{running.url}/")
-        rows = browser.wait(lambda: [row for row in browser.texts("#versions tbody tr") if row])
+        browser.wait(lambda: len([row for row in browser.texts("#versions tbody tr") if "rejected" in row]) == 1)
+        rows = browser.texts("#versions tbody tr")
         assert [row.split()[:2] for row in rows] == [
             [rejected.id, "default"], [elsewhere.id, "default"], [serving.id, "shop"], [before.id, "shop"]
         ]  # fmt: skip
