@@ -10,7 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("livedraft")
+start_logger = logging.getLogger("livedraft.start")
 Event = dict[str, Any]
+
+
+def starting(sentence: str) -> None:
+    """What a start is busy with for seconds. The command line shows it on standard error; a program that imports livedraft sees
+    nothing unless it asks for this logger."""
+    start_logger.info("%s", sentence)
 
 
 class Events:

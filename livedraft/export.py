@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -102,8 +104,9 @@ def export_draft(registry: Registry | None, version_id: str, target: Path, folde
     card = _card(version, measured, data, draft, exported, target)
     try:
         if format == "hf":
-            _write_folder(exported, draft, version, load_tokenizer(target, ()), folder)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            with _whole_folder(folder) as new:
+                _write_folder(exported, draft, version, load_tokenizer(target, ()), new)
+                (new / "README.md").write_text(card, encoding="utf-8")
         else:
             _write_gguf(exported, target, folder)
             folder.with_name(f"{folder.name}.md").write_text(card, encoding="utf-8")
@@ -123,8 +126,9 @@ def export_target(model: str, folder: Path) -> ModelConfig:
     loaded = load_model(path, torch.bfloat16)
     card = f"# {path.stem} in bf16\n\nWritten by livedraft {metadata.version('livedraft')} from `{path.name}`.\n"
     try:
-        write_hf(loaded.config, loaded.tensors, load_tokenizer(path, loaded.config.eos_token_ids), folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        with _whole_folder(folder) as new:
+            write_hf(loaded.config, loaded.tensors, load_tokenizer(path, loaded.config.eos_token_ids), new)
+            (new / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}).") from error
     return loaded.config
@@ -260,6 +264,24 @@ def _full_head(
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that takes its name, or its files their place in an older one, only when nothing was raised: Ctrl-C and a
+    full disk leave no half model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+        new = Path(made) / folder.name
+        new.mkdir()
+        yield new
+        if not folder.exists():
+            new.rename(folder)
+            return
+        for file in [path for path in new.rglob("*") if path.is_file()]:
+            place = folder / file.relative_to(new)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
 
 
 def _write_folder(

@@ -281,6 +281,7 @@ class LLM:
 
         Raises UserError for messages or tools the template does not take.
         """
+        root: Sequence[object]
         if isinstance(prompt, str):
             token_ids, root = self.tokenizer.encode(prompt), [prompt]
         elif not prompt or isinstance(prompt[0], int):

@@ -29,11 +29,11 @@ _STALE_SECONDS = 10.0
 
 
 def list_drafts(state: Path) -> list[dict[str, Any]]:
-    """Every version, oldest first, with what gate and watch measured."""
+    """Every version, oldest first, with what gate and watch measured, and the gate's reason."""
     rows = []
     for row in Registry(state).versions():
         decision = row["decision"] or {}
-        numbers = {name: decision.get(name) for name in ("alpha", "parent_alpha", "p_value", "live_rate")}
+        numbers = {name: decision.get(name) for name in ("alpha", "parent_alpha", "p_value", "live_rate", "reason")}
         rows.append({name: row[name] for name in ("id", "route", "status", "created_at")} | numbers)
     return rows
 

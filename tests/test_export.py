@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
 from livedraft import LLM, SamplingParams
+from livedraft import export as export_module
 from livedraft.bench.demo_stream import plant_shop_prompts
 from livedraft.bench.reference import transformers_model
 from livedraft.config import SpeculationConfig
@@ -217,6 +219,25 @@ def test_a_gguf_draft_has_the_logits_of_the_folder(tmp_path, family):
         decoder(load_model(tmp_path / "draft.gguf", torch.float32)).forward(ids, rows, [0] * len(ids), rows).logits_RV
     )
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_what_is_cut_short_leaves_no_half_model_and_a_second_export_replaces_the_first(
+    state, model_folder, tmp_path, monkeypatch
+):
+    registry, folder = Registry(state), tmp_path / "draft"
+    serving = registry.in_service("default").id
+    pressed = mock.Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export_module, "hf_config", pressed)  # after the weights are written
+        export_draft(registry, serving, model_folder, folder, format="hf")
+    assert list(tmp_path.iterdir()) == []
+    export_draft(registry, serving, model_folder, folder, format="hf")
+    (folder / "README.md").write_text("old")
+    (folder / "notes.txt").write_text("somebody's own")
+    export_draft(registry, serving, model_folder, folder, format="hf")
+    assert serving in (folder / "README.md").read_text()
+    assert (folder / "notes.txt").exists()
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_what_cannot_be_exported_is_one_sentence(state, model_folder, tmp_path):

@@ -3,14 +3,17 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from contextlib import contextmanager
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import httpx
 import pytest
 
 import livedraft
@@ -43,6 +46,45 @@ def test_the_version_is_said_in_one_way():
 
 def test_the_package_says_that_it_is_typed():
     assert (ROOT / "livedraft" / "py.typed").exists()
+
+
+CONSUMER = """
+from pathlib import Path
+
+from livedraft import LLM, SamplingParams
+
+
+def answer(prompt: str, state: Path) -> tuple[str, float | None]:
+    with LLM("smollm2-135m", state=state, learn=True) as llm:
+        output = llm.generate([{"role": "user", "content": prompt}], SamplingParams(max_tokens=16, temperature=0.0))[0]
+        several = llm.generate(["one", "two"], store=False)
+    return output.text + several[1].text, output.stats.acceptance_rate
+"""
+WRONG = {
+    "max_tokens=16": "max_tokens='16'",
+    "state=state": "state=3",
+    "-> tuple[str, float | None]": "-> tuple[int, str]",
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_strict_mypy_accepts_a_program_that_uses_the_package_and_finds_its_faults(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nfollow_imports = silent\nignore_missing_imports = True\n"
+    )
+
+    def complaints(text):
+        (tmp_path / "consumer.py").write_text(text)
+        options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")]
+        said, errors, _ = mypy.run([*options, str(tmp_path / "consumer.py")])
+        assert errors == ""
+        return [line for line in said.splitlines() if "error:" in line]
+
+    assert complaints(CONSUMER) == []
+    for right, wrong in WRONG.items():
+        assert len(complaints(CONSUMER.replace(right, wrong))) == 1, wrong
 
 
 def names(requirements):
@@ -117,6 +159,11 @@ def test_wheel_and_sdist_hold_what_they_need_and_no_more(built):
     assert {name.split("/")[0] for name in in_wheel} == {"livedraft", f"livedraft-{livedraft.__version__}.dist-info"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "livedraft").rglob("*.py")}
     assert sources <= in_wheel
+    page, kernels = ROOT / "livedraft" / "server" / "dashboard", ROOT / "livedraft" / "models" / "kernels"
+    files = [path for path in (*page.iterdir(), *kernels.iterdir()) if path.is_file()]
+    assert {path.suffix for path in files} == {".py", ".html", ".js", ".css", ".svg", ".txt", ".cpp", ".hpp"}
+    assert "uplot.LICENSE.txt" in {path.name for path in files}
+    assert {str(path.relative_to(ROOT)) for path in files} <= in_wheel
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     assert {
@@ -167,3 +214,22 @@ def test_the_wheel_works_in_a_fresh_environment_without_the_repository(built, tm
     answer = run("livedraft", "generate", "hello", "--model", model_folder, "--max-tokens", 4, "--json")
     assert answer.returncode == 0, answer.stderr
     assert len(json.loads(answer.stdout)["token_ids"]) > 0
+    with open_page(environment / "bin" / "livedraft", model_folder, tmp_path, clean) as url:
+        page = httpx.get(url, timeout=10)
+        assert page.status_code == 200
+        for name in re.findall(r'(?:src|href)="(dashboard/[^"]+)"', page.text):
+            assert httpx.get(f"{url}{name}", timeout=10).status_code == 200, name
+
+
+@contextmanager
+def open_page(program, model, folder, environment):
+    """The dashboard's address while `serve` runs."""
+    server = subprocess.Popen(
+        [program, "serve", model, "--no-learn", "--port", "0"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        yield next(line.split()[1] for line in server.stdout if line.split()[:1] == ["dashboard"])
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)

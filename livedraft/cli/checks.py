@@ -24,7 +24,7 @@ from livedraft.engine.slots import within_model
 from livedraft.models.load import expected_shapes, read_config
 from livedraft.models.native import fitted, quantized, unavailable_reason, with_kernels
 from livedraft.models.open import is_native
-from livedraft.models.pull import MODELS, is_hub_name, is_whole, models_folder, resolve_model
+from livedraft.models.pull import DEFAULT_MODEL, MODELS, is_hub_name, is_whole, models_folder, resolve_model
 from livedraft.records import UserError
 from livedraft.server.local import state_folder
 from livedraft.settings import Settings
@@ -40,6 +40,11 @@ _COMPILER_COMMANDS = {
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs", "lustre")
 _BUSY_SHARE = 0.5
 """Of the cores in use before anything is served: from here on the figures of speed are somebody else's too."""
+_WITHOUT_BF16 = (
+    "one request is served no slower for want of bf16 products, many at once are: 16 rows took 2.3 times the time of one, with "
+    "AMX as long as one; without the compiled step one row takes 2.4 times as long too (docs/performance.md)"
+)
+_ROUNDED = "livedraft serve --quantization int8  # .6 of the time of one row there; answers differ a little"
 _GIB = 2**30
 
 
@@ -99,6 +104,9 @@ def check_cpu(settings: Settings) -> list[Finding]:
     if path.device.type == "cpu" and not path.is_compiled and not path.is_prepacked and path.dtype is torch.bfloat16:
         fix = "livedraft serve --dtype float32"
         return [Finding(name="cpu", level="warning", text=f"{text}, which this CPU has to imitate", fix=fix)]
+    is_rounded = path.is_int8 or path.is_int4
+    if path.device.type == "cpu" and not has_bf16 and not has_amx and not is_rounded:
+        return [Finding(name="cpu", level="note", text=f"{text}; {_WITHOUT_BF16}", fix=_ROUNDED)]
     return [Finding(name="cpu", text=text)]
 
 
@@ -158,15 +166,17 @@ def check_model(settings: Settings) -> list[Finding]:
     try:
         path = resolve_model(name)
     except UserError as error:
-        fix = f"livedraft pull {name}" if name in MODELS or is_hub_name(name) else None
+        can_be_had = name in MODELS or is_hub_name(name)
+        fix = f"livedraft pull {name}" if can_be_had else f"livedraft serve {DEFAULT_MODEL}  # or the path of a model"
         return [Finding(name="model", level="failure", text=str(error), fix=fix)]
     if name in MODELS and not is_whole(name):
         text = f"{path} is not the file it should be (size or checksum)"
         return [Finding(name="model", level="failure", text=text, fix=f"livedraft pull {name}")]
     if not is_native(path):
+        device = choose_execution_path(settings.model.dtype, settings.model.device).device
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         text = f"{path}, of a family that transformers runs: one request at a time, and drafts of its own layers are not made"
-        return [Finding(name="model", level="note", text=text), *_memory(num_bytes)]
+        return [Finding(name="model", level="note", text=text), *_memory(num_bytes, device)]
     config = read_config(path)
     try:
         within_model(settings.engine, config.max_positions)
@@ -178,16 +188,16 @@ def check_model(settings: Settings) -> list[Finding]:
     findings = [Finding(name="model", text=f"{name}, {num_parameters / 1e6:.0f} M parameters, at {path}")]
     if run_path.is_compiled and (reason := unavailable_reason(config)) is not None:
         findings = [Finding(name="model", level="note", text=f"{findings[0].text}; {reason}, torch's serve")]
-    if run_path.device.type == "cpu":
-        findings += _memory(num_parameters * fitted(run_path, config).dtype.itemsize)
-    return findings
+    return findings + _memory(num_parameters * fitted(run_path, config).dtype.itemsize, run_path.device)
 
 
-def _memory(num_bytes: int) -> list[Finding]:
-    available = available_memory_bytes()
-    text = f"{available / _GIB:.1f} GiB free, weights take {num_bytes / _GIB:.2f}; requests get up to half of the rest"
+def _memory(num_bytes: int, device: torch.device) -> list[Finding]:
+    available = available_memory_bytes(device)
+    where = " on the GPU" if device.type == "cuda" else ""
+    text = f"{available / _GIB:.1f} GiB free{where}, weights take {num_bytes / _GIB:.2f}; requests get up to half of the rest"
     if num_bytes > available:
-        fix = "free -h  # close something, or name a smaller model"
+        look = "nvidia-smi" if device.type == "cuda" else "free -h"
+        fix = f"{look}  # close something, or name a smaller model"
         return [Finding(name="memory", level="failure", text=text, fix=fix)]
     if num_bytes > available / 2:
         fix = "livedraft serve --max-num-seqs 2 --max-model-len 1024"
@@ -313,11 +323,26 @@ def _livedraft_at(host: str, port: int) -> str | None:
 
 
 def check_extras(_: Settings) -> list[Finding]:
-    if importlib.util.find_spec("llguidance") is None:
-        text = "llguidance is not installed; requests with a JSON schema (response_format) are refused"
-        fix = "python -m pip install 'livedraft[structured]'"
-        return [Finding(name="extras", level="note", text=text, fix=fix)]
-    return [Finding(name="extras", text="llguidance for JSON schemas")]
+    """What is not needed to serve."""
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if not missing:
+        return [Finding(name="extras", text=", ".join(_EXTRAS))]
+    return [
+        Finding(name="extras", level="note", text=f"{name} is not installed; {text}", fix=fix)
+        for name, (text, fix) in _EXTRAS.items()
+        if name in missing
+    ]
+
+
+_EXTRAS = {
+    "llguidance": (
+        "requests with a JSON schema (response_format) are refused",
+        "python -m pip install 'livedraft[structured]'",
+    ),
+    "matplotlib": ("--plot of `livedraft bench` is refused", "python -m pip install 'livedraft[bench]'"),
+    "pip": ("`livedraft pull` cannot fetch models", "python -m ensurepip  # or, made by uv: uv pip install pip"),
+}
+"""Module -> what is missed without it, and the command that installs it."""
 
 
 # --- looking at folders ---------------------------------------------------------------------------------------------

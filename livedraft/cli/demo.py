@@ -24,6 +24,7 @@ from typing import Any
 from livedraft.bench.alternate import Timing, alternate
 from livedraft.bench.contender import Contender
 from livedraft.bench.demo_stream import plant_shop_prompts, repeated_share
+from livedraft.bench.progress import Bar
 from livedraft.bench.same_output import Sameness, compare_outputs
 from livedraft.cli.demo_page import DemoPage, serve_together
 from livedraft.config import EngineConfig, LearningConfig, SpeculationConfig
@@ -97,16 +98,16 @@ def run(
         rows = _wait_until_settled(llm, num_requests, log)
         learned_version = llm.registry.in_service(DEFAULT_ROUTE).id  # type: ignore[union-attr]  # it learns
         if page is not None:
-            page.close()
-            log.print("The dashboard keeps what it shows; it is not brought up to date any more.")
+            page.freeze()  # looked at until the table is printed, and no work beside what is timed
+            log.print("The dashboard shows the stream until the table is here; it takes no chat any more.")
         llm.close()  # learning ends here; only speed is measured from now on
         timings, stats, same = _compare(llm, prompts[num_requests:], learned_version, model, log)
         result = _result(llm, rows, timings, stats, same, learned_version)
         result["repeated_8_gram_share"] = round(repeated_share(timings["learned"].outputs, answers), 3)
-    if as_json:
-        print(json.dumps(result))
-    else:
-        _print_result(result)
+        if as_json:
+            print(json.dumps(result))
+        else:
+            _print_result(result)
 
 
 # --- the stream -----------------------------------------------------------------------------------------------------
@@ -225,10 +226,17 @@ def _compare(
         contender(token_ids[0])
         contender.forget_counts()
     stats = {name: contender.stats for name, contender in contenders.items()}
+    bar, num_all = Bar(), NUM_ALTERNATIONS * len(token_ids)
+
+    def report(name: str, num_done: int, num_of_call: int) -> None:
+        # The first call has one round, the second the others.
+        bar(name, num_done if num_of_call == len(token_ids) else len(token_ids) + num_done, num_all)
+
     # The untrained draft takes part in the first round only: it is there to be seen, not to be timed to the per cent.
-    timings = alternate(contenders, token_ids, num_rounds=1)
+    timings = alternate(contenders, token_ids, num_rounds=1, report=report)
     del contenders["untrained"]
-    later = alternate(contenders, token_ids, num_rounds=NUM_ALTERNATIONS - 1)
+    later = alternate(contenders, token_ids, num_rounds=NUM_ALTERNATIONS - 1, report=report)
+    bar.stop()
     for name, timing in later.items():
         timings[name].extend(timing)
     plain = timings["plain"].outputs

@@ -6,14 +6,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import uvicorn
 
 from livedraft.config import ServedModelConfig, ServerConfig
 from livedraft.llm import LLM
-from livedraft.records import Request, Update
+from livedraft.records import Backend, Request, Update
 from livedraft.server.app import Server, create_app
 from livedraft.server.local import serve_llm
 from livedraft.settings import Settings
@@ -46,6 +48,13 @@ class DemoPage:
         self.url = f"http://127.0.0.1:{self._http.servers[0].sockets[0].getsockname()[1]}/"
         return self
 
+    def freeze(self) -> None:
+        """What it shows now stays, the state folder's events aside, and no chat is taken: the engine is wanted elsewhere."""
+        served = self._server.served
+        assert served is not None
+        learning = served.learning()
+        self._server.served = replace(served, backend=_Frozen(served.backend), learning=lambda: learning)
+
     def close(self) -> None:
         """Whoever looks keeps what the page shows. Safe to call twice."""
         self._server.drain()
@@ -56,6 +65,27 @@ class DemoPage:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Frozen:
+    """A `Backend` as it was last, without requests."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.max_model_len, self.vocabulary_size = backend.max_model_len, backend.vocabulary_size
+        self.cancel = backend.cancel
+        self._snapshot = backend.snapshot() | {"num_requests_running": 0, "num_requests_waiting": 0}
+
+    def check(self, request: Request) -> None:
+        raise ValueError("The demo measures speed now and takes no chat; `livedraft serve` does.")
+
+    def submit(self, request: Request, deliver: Callable[[Update], None]) -> None:
+        self.check(request)
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._snapshot
+
+    def close(self) -> None:
+        pass
 
 
 def serve_together(llm: LLM, requests: Sequence[Request], after_round: Callable[[], None]) -> list[list[int]]:

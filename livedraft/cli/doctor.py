@@ -28,7 +28,11 @@ class Finding:
     level: Level = "ok"
     text: str
     fix: str | None = None
-    """A command, or a line of settings."""
+    """A command, or a line of settings; a warning or a failure has one."""
+
+    def __post_init__(self) -> None:
+        if self.level in ("warning", "failure") and not self.fix:
+            raise ValueError(f"The {self.level} {self.text!r} must name a fix.")
 
 
 def run(settings: Settings, *, as_json: bool) -> int:
@@ -63,9 +67,12 @@ def _guarded(check: Callable[[Settings], list[Finding]], settings: Settings) -> 
     try:
         return check(settings)
     except UserError as error:
-        return [Finding(name=name, level="failure", text=str(error))]
+        fix = "livedraft config show  # what is set, file and environment included"
+        return [Finding(name=name, level="failure", text=str(error), fix=fix)]
     except Exception as error:
-        return [Finding(name=name, level="warning", text=f"could not be looked at ({type(error).__name__}: {error})")]
+        text = f"could not be looked at ({type(error).__name__}: {error})"
+        fix = "python -m pip install --upgrade livedraft  # and report it if it stays"
+        return [Finding(name=name, level="warning", text=text, fix=fix)]
 
 
 def _print(findings: list[Finding]) -> None:

@@ -54,7 +54,7 @@ def export_traces(state: Path | None, file: Path, *, format: str, model: str, as
         raise UserError("There is no trace to export.")
     try:
         if format == "traces":
-            write_shard(file, traces)
+            _write_whole(file, lambda path: write_shard(path, traces))
             num_left_out = 0
         else:
             lines = list(
@@ -67,7 +67,7 @@ def export_traces(state: Path | None, file: Path, *, format: str, model: str, as
             if str(file) == "-":
                 sys.stdout.write(text)
             else:
-                file.write_text(text, encoding="utf-8")
+                _write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be written ({error}).") from error
     left_out = f"; {num_left_out} are no chats this format can hold and were left out" if num_left_out else ""
@@ -77,6 +77,20 @@ def export_traces(state: Path | None, file: Path, *, format: str, model: str, as
         say(sentence, as_json=True, file=str(file), num_traces=num_written)
     else:
         print(sentence, file=sys.stderr)
+
+
+def _write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Under another name first: what Ctrl-C or a full disk cuts short leaves no half file. A pipe or a device is written as it
+    is."""
+    if file.exists() and not file.is_file():
+        write(file)
+        return
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        write(partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _lines(traces: list[Trace], format: str, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:

@@ -364,10 +364,12 @@ def demo(
 
 
 def main() -> None:
-    """Entry point: an error of the user's is one sentence on standard error and exit code 1, never a traceback."""
+    """Entry point, but for Ctrl-C (`__main__`): an error of the user's is one sentence on standard error and exit code 1, never
+    a traceback."""
     from livedraft.records import UserError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("livedraft.start").setLevel(logging.INFO)
     try:
         app(prog_name="livedraft")
     except (UserError, ValueError) as error:
@@ -376,5 +378,3 @@ def main() -> None:
     except MemoryError:
         print("livedraft: not enough memory; lower max_num_seqs or use a smaller model.", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -22,7 +22,7 @@ from livedraft.engine.request import RequestState
 from livedraft.engine.runner import Runner
 from livedraft.engine.scheduler import RoundEntry, Scheduler
 from livedraft.engine.tracing import TraceBuilder, TracedRound, record_rounds
-from livedraft.events import Events
+from livedraft.events import Events, starting
 from livedraft.grammar import GrammarError
 from livedraft.models.step import ModelStep
 from livedraft.models.top_tokens import best_tokens
@@ -86,6 +86,8 @@ class Engine:
         self.prefixes = PrefixCache(
             first_slot=config.max_num_seqs, num_slots=max(0, target.num_slots - config.max_num_seqs)
         )
+        if costs is None:
+            starting("Timing the model's passes, from which draft lengths are chosen: a few seconds ...")
         self.costs = costs or self.runner.measure_costs(draft)
         self.estimate = PlainEstimate(self.costs)
         self.drafting = self.new_drafting(draft, prior)

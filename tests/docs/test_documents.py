@@ -11,7 +11,7 @@ from livedraft.cli.config import field_documents, reference
 from livedraft.cli.main import app
 from livedraft.config import DistillConfig, DistillRunConfig, VllmConfig
 from livedraft.settings import SECTIONS
-from tests.docs.markdown import FILES, ROOT, Block, anchors, blocks, inline_code, links, words
+from tests.docs.markdown import FILES, ROOT, Block, anchors, blocks, inline_code, links, links_of, words
 
 by_file = pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
 COMMAND = typer.main.get_command(app)
@@ -109,6 +109,9 @@ def test_the_checks_above_can_fail():
     assert parse("livedraft serve smollm2-135m  # a comment") is not None
     assert parse("curl http://x") is None
     assert Block(ROOT, 1, "python", "x = 1").commands == []
+    shown = '[a](b.md) <source srcset="c.png, d.png 2x"> <img alt="e" src=\'f.png\' width="3"> <a href="g.md">h</a>'
+    assert links_of(shown) == ["b.md", "c.png", "d.png", "f.png", "g.md"]
+    assert "dashboard-dark.png" in links(ROOT / "docs" / "dashboard.md")
     assert sum(len(block.commands) for file in FILES for block in blocks(file)) > 40
 
 

@@ -1,10 +1,12 @@
 """The pictures of docs/dashboard.md, from a real run: `python -m tests.e2e.screenshots docs`. Needs Chromium, as the test does.
 
-`livedraft serve --admin-key` learns from the demo's stream; one chat is asked over the page. Minutes long on two cores.
+`livedraft serve --admin-key` learns from the demo's stream; one chat is asked over the page. Minutes long on two cores. No
+picture is made of a page without a promotion or with nothing learnt: the machine was too busy, so run it again on a quiet one.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from tests.e2e.browser import Browser, why_not
 from tests.e2e.server_process import ServerProcess
 
 NUM_BURSTS, BURST, PAUSE_SECONDS = 7, 10, 10.0
+LONGEST_WAIT_SECONDS = 60.0
 MAX_BYTES = 200_000
 QUESTION = "How often should I water a basil plant on a sunny windowsill?"
 SETTINGS = "[speculation]\nsuffix_decoding = false\n[learning]\nnum_threads = 2\nmicro_batch_tokens = 1024\n"
@@ -37,6 +40,25 @@ def serve_stream(url: str, model: str) -> None:
             time.sleep(PAUSE_SECONDS)  # the draft learns in the pauses
 
 
+def what_is_missing(browser: Browser) -> str | None:
+    """Why the page is not yet worth a picture, as a sentence; None when it is."""
+    if "promoted" not in browser.text("#acceptance-legend"):
+        return "The curve has no mark of a promotion."
+    learnt = re.match(r"([\d,]+) requests learnt from", browser.text("#learning-note"))
+    if learnt is None or int(learnt[1].replace(",", "")) == 0:
+        return f"Nothing is learnt yet: the page says {browser.text('#learning-note')!r}."
+    return None
+
+
+def wait_for_learning(browser: Browser, seconds: float) -> None:
+    """Ends the program with a sentence when that much time does not help."""
+    deadline = time.monotonic() + seconds
+    while missing := what_is_missing(browser):
+        if time.monotonic() > deadline:
+            sys.exit(f"{missing} No picture was made; run this on a machine that does nothing else.")
+        time.sleep(1.0)
+
+
 def main(folder: Path) -> None:
     missing = why_not()
     if missing:
@@ -52,6 +74,7 @@ def main(folder: Path) -> None:
             browser.write("#message", QUESTION)
             browser.click("#send")
             browser.wait(lambda: "tokens in" in browser.text("#chat-status"), 120)
+            wait_for_learning(browser, LONGEST_WAIT_SECONDS)
             for name, width, height, theme in (
                 ("dashboard-light", 1120, 1180, "light"),
                 ("dashboard-dark", 1120, 1180, "dark"),

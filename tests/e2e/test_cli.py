@@ -57,6 +57,7 @@ def test_generate_prints_only_the_text_on_standard_output(model_folder):
         generate(model_folder, "--raw", "--seed", 3, "--temperature", 0.7, "--dtype", "float32").stdout == again.stdout
     )
     assert "thread" in result.stderr
+    assert "Timing the model's passes" in result.stderr
 
 
 @pytest.mark.parametrize(

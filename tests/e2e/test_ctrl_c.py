@@ -126,6 +126,47 @@ def test_an_import_keeps_what_it_has_judged(model_folder, tmp_path):
     assert shown("traces", "list", "--state", state, "--json")["total"] == kept + 5
 
 
+def test_a_distillation_goes_on_where_it_was(model_folder, tmp_path):
+    rows = [{"turns": [f"question {number} of many"]} for number in range(400)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    options = ("--target", model_folder, "--out", out, "--draft-layers", 1, "--dtype", "float32", "--threads", 1,
+               "--max-tokens", 16, "--epochs", 1, "--prompts", tmp_path / "prompts.jsonl", "--json")  # fmt: skip
+    with running("distill", *options) as (process, lines):
+        wait_for(lambda: list((out / "responses").glob("part-*.st")))
+        assert press_ctrl_c(process) == 130
+    assert not [line for line in lines if "Traceback" in line], lines
+    assert not processes_that_name(out)
+    kept = {part.name: part.stat().st_mtime_ns for part in (out / "responses").glob("part-*.st")}
+    assert {path.suffix for path in (out / "responses").iterdir()} == {".st"}  # nothing half-written
+    result = livedraft("distill", *options)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["num_train"] > 0
+    now = {part.name: part.stat().st_mtime_ns for part in (out / "responses").glob("part-*.st")}
+    assert kept.items() <= now.items()  # what was answered before was not asked again
+
+
+def test_a_measurement_ends_without_a_word(model_folder, tmp_path):
+    rows = [{"turns": [f"question {number}"]} for number in range(2000)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--prompts", tmp_path / "prompts.jsonl", "--model", model_folder, "--limit", 2000, "--max-tokens", 64)
+    with running("bench", "speed", *options, TMPDIR=str(tmp_path)) as (process, lines):
+        wait_for(lambda: any("Timing" in line for line in lines), 60)
+        time.sleep(2.0)  # prompts are being answered
+        assert process.poll() is None, lines
+        assert press_ctrl_c(process) == 130
+    assert not [line for line in lines if "Traceback" in line], lines
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path):
+    slow = tmp_path / "typer.py"  # the first thing the command line imports
+    slow.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n")
+    with running("--version", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}") as (process, lines):
+        assert process.wait(timeout=30) == 130
+    assert lines == []
+
+
 def test_a_download_leaves_no_half_file(tmp_path):
     with socket.socket() as silent:  # an index that never answers
         silent.bind(("127.0.0.1", 0))

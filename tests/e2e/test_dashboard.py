@@ -9,6 +9,8 @@ from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import save_draft
 from tests.e2e.browser import AXE, Browser, why_not
 from tests.e2e.server_process import TINY_ENVIRONMENT, ServerProcess
+from tests.learning.toy import one_layer_draft
+from tests.server.test_admin import publish
 
 pytestmark = [
     pytest.mark.long,
@@ -157,6 +159,39 @@ def test_the_curve_moves_a_promotion_appears_and_the_key_decides_who_may(server,
     ours = ("401", "willReadFrequently")  # the browser's own words for the wrong key, and for PIXELS
     complaints = [line for line in browser.complaints() if not any(word in line for word in ours)]
     assert complaints == []
+
+
+def test_routes_are_named_and_rolled_back_from_their_own_rows_and_the_gates_reason_is_shown(
+    model_folder, tmp_path, browser
+):
+    # Nothing was in service when this server started, so it only shows what the folder says.
+    with serve(model_folder, "--no-learn", "--state", tmp_path, "--admin-key", KEY) as running:
+        registry = Registry(tmp_path)
+        before, serving, elsewhere, rejected = (
+            publish(tmp_path, one_layer_draft(), number, status, route=route)
+            for number, (status, route) in enumerate(
+                [("retired", "shop"), ("in_service", "shop"), ("in_service", "default"), ("candidate", "default")]
+            )
+        )
+        registry.reject(rejected.id, {"alpha": 0.4, "parent_alpha": 0.5, "reason": "p = 0.9 > 0.05"})
+        browser.do.get(f"{running.url}/")
+        browser.wait(lambda: len([row for row in browser.texts("#versions tbody tr") if "rejected" in row]) == 1)
+        rows = browser.texts("#versions tbody tr")
+        assert [row.split()[:2] for row in rows] == [
+            [rejected.id, "default"], [elsewhere.id, "default"], [serving.id, "shop"], [before.id, "shop"]
+        ]  # fmt: skip
+        assert browser.text("#versions-route") == "Route"
+        assert "p = 0.9 > 0.05" in rows[0]
+        assert not browser.text("#rollback")  # of which route?
+        browser.click("button[aria-label='Roll back route shop']")
+        assert browser.text("#confirm-title") == "Roll back route shop?"
+        browser.write("#admin-key", KEY)
+        browser.click("#confirm-do")
+        browser.wait(lambda: registry.in_service("shop").id == before.id)
+        assert registry.in_service("default").id == elsewhere.id
+        browser.resize(360, 800)
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+        assert browser.complaints() == []
 
 
 def test_a_chat_streams_in_its_colours_and_what_a_model_says_is_text(server, browser):

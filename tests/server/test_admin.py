@@ -18,9 +18,9 @@ from tests.serving import InProcess
 KEY = {"Authorization": "Bearer boss"}
 
 
-def publish(state, draft, number, status, parent=None):
+def publish(state, draft, number, status, parent=None, route="default"):
     version = DraftVersion(
-        id=new_version_id(number), route="default", parent=parent, sha256="", target_fingerprint="t",
+        id=new_version_id(number), route=route, parent=parent, sha256="", target_fingerprint="t",
         tokenizer_fingerprint="t", num_layers=1, vocabulary_size=draft.vocabulary_size, created_at=float(number),
         num_requests_seen=10 * number,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def test_without_learning_or_a_state_folder_it_says_what_is_off(quick):
 def test_versions_decisions_and_training_are_told(quick, tmp_path):
     first = publish(tmp_path, one_layer_draft(), 0, "in_service")
     second = publish(tmp_path, one_layer_draft(), 1, "candidate", parent=first.id)
-    Registry(tmp_path).reject(second.id, {"alpha": 0.4, "parent_alpha": 0.5})
+    Registry(tmp_path).reject(second.id, {"alpha": 0.4, "parent_alpha": 0.5, "reason": "p = 0.9 > 0.05"})
     write_status(tmp_path, "trainer", {"status": "training", "loss": 1.5, "train_seconds": 5.0, "train_flops": 1.0,
                                        "last_problem": "/secret/path"})  # fmt: skip
     write_status(tmp_path, "serving", {"idle_seconds": 50.0, "serve_flops": 4.0})
@@ -132,6 +132,9 @@ def test_versions_decisions_and_training_are_told(quick, tmp_path):
         (second.id, "rejected", False), (first.id, "in_service", True)
     ]  # fmt: skip
     assert details["versions"][0]["alpha"] == 0.4
+    assert [(row["route"], row["reason"]) for row in details["versions"]] == [
+        ("default", "p = 0.9 > 0.05"), ("default", None)
+    ]  # fmt: skip
     learning = details["learning"]
     assert (learning["status"], learning["loss"], learning["spare_share"], learning["flops_share"]) == (
         "training", 1.5, 0.1, 0.25

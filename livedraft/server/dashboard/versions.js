@@ -1,4 +1,5 @@
-// The table of versions; promote and roll back go through /admin, with the key its operator types here.
+// The table of versions; promote and roll back go through /admin, with the key its operator types here. Each route has a version
+// in service: where there are several, the table names them and each is rolled back from its own row.
 import { $, clock, el, figure, fill, percent, say } from "./dom.js";
 import { sentence } from "./playground.js";
 
@@ -14,6 +15,8 @@ const STATUS = {
   set_aside: "set aside",
 };
 
+const isServing = (row) => row.status === "in_service";
+
 export class Versions {
   constructor() {
     this.rows = [];
@@ -24,14 +27,7 @@ export class Versions {
       this.showsAll = true;
       this.draw();
     });
-    $("rollback").addEventListener("click", () =>
-      this.ask({
-        title: "Roll back?",
-        text: "A canary is withdrawn; without one, the version before the one in service comes back.",
-        verb: "Roll back",
-        path: "admin/rollback",
-      }),
-    );
+    $("rollback").addEventListener("click", () => this.askRollback(this.rows.find(isServing)?.route ?? "default"));
     $("confirm-cancel").addEventListener("click", () => $("confirm").close());
     $("confirm").querySelector("form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -49,7 +45,9 @@ export class Versions {
     const { has_admin_key: hasKey, keeps_state: keepsState } = this.details;
     const isEmpty = !this.rows.length;
     $("versions").hidden = isEmpty;
-    $("rollback").hidden = isEmpty;
+    const hasRoutes = new Set(this.rows.map((row) => row.route)).size > 1;
+    $("rollback").hidden = isEmpty || hasRoutes;
+    $("versions-route").hidden = !hasRoutes;
     $("rollback").disabled = !hasKey;
     const note = !keepsState
       ? "Nothing is kept: this server has no state folder, so there are no versions to choose from."
@@ -60,15 +58,21 @@ export class Versions {
           : "To promote or roll back from here, start the server with --admin-key.";
     say("versions-note", note);
     $("versions-note").hidden = !note;
-    const rows = this.showsAll ? this.rows : this.rows.filter((row, index) => index < NUM_SHOWN || row.status === "in_service");
+    const rows = this.showsAll ? this.rows : this.rows.filter((row, index) => index < NUM_SHOWN || isServing(row) || row.status === "canary");
     $("more-versions").hidden = rows.length === this.rows.length;
     say("more-versions", `Show all ${this.rows.length}`);
-    fill($("versions").tBodies[0], [rows, hasKey], () => rows.map((row) => this.row(row, hasKey)));
+    fill($("versions").tBodies[0], [rows, hasKey, hasRoutes], () => rows.map((row) => this.row(row, hasKey, hasRoutes)));
   }
 
-  row(row, hasKey) {
+  row(row, hasKey, hasRoutes) {
     const action = el("td");
-    if (row.can_serve && row.status !== "in_service") {
+    if (hasRoutes && this.leavesNext(row)) {
+      const button = el("button", { type: "button", "aria-label": `Roll back route ${row.route}` }, "Roll back…");
+      button.disabled = !hasKey;
+      button.addEventListener("click", () => this.askRollback(row.route, ` route ${row.route}`));
+      action.append(button);
+    }
+    if (row.can_serve && !isServing(row)) {
       const button = el("button", { type: "button", "aria-label": `Promote ${row.id}` }, "Promote…");
       button.disabled = !hasKey;
       button.addEventListener("click", () =>
@@ -86,12 +90,28 @@ export class Versions {
       "tr",
       {},
       el("th", { scope: "row" }, row.id),
+      ...(hasRoutes ? [el("td", {}, row.route)] : []),
       el("td", {}, el("span", { class: `status ${row.status}` }, STATUS[row.status] ?? row.status)),
-      el("td", {}, row.alpha == null ? "–" : figure(row.alpha) + parent),
+      el("td", {}, row.alpha == null ? "–" : figure(row.alpha) + parent, ...(row.reason ? [el("small", { class: "why" }, row.reason)] : [])),
       el("td", { class: "wide" }, row.live_rate == null ? "–" : percent(row.live_rate)),
       el("td", { class: "wide" }, clock(row.created_at)),
       action,
     );
+  }
+
+  /** What a roll-back of the row's route takes out: its canary, or else the version in service. */
+  leavesNext(row) {
+    const hasCanary = this.rows.some((other) => other.route === row.route && other.status === "canary");
+    return hasCanary ? row.status === "canary" : isServing(row);
+  }
+
+  askRollback(route, ofRoute = "") {
+    this.ask({
+      title: `Roll back${ofRoute}?`,
+      text: "A canary is withdrawn; without one, the version before the one in service comes back.",
+      verb: "Roll back",
+      path: `admin/rollback?route=${encodeURIComponent(route)}`,
+    });
   }
 
   ask(pending) {
