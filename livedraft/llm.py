@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +58,7 @@ from livedraft.records import (
 )
 from livedraft.speculation.draft_model import DraftModel
 from livedraft.speculation.stats import SpeculationStats
+from livedraft.speculation.suffix import Traffic
 from livedraft.tokenizer import Message, TextStream
 from livedraft.upkeep import Upkeep
 
@@ -412,16 +413,21 @@ class LLM:
 
     def _remember_texts(self) -> None:
         """What earlier processes served here, read while this one serves already."""
-        assert self.upkeep is not None
-        most = self._speculation.suffix_traffic_tokens
-        assert self.registry is not None
         try:
-            for route, streams in _streams_by_route(self.registry.routes(), self.registry.assignments()).items():
-                texts = self.upkeep.read_texts(streams, self.engine.new_traffic(), most)
-                if texts is not None:
-                    self.engine.offer_texts(route, texts)
+            for route, texts in self.earlier_texts():
+                self.engine.offer_texts(route, texts)
         except (UserError, sqlite3.Error) as error:
             self.events.emit("texts_not_read", reason=str(error))
+
+    def earlier_texts(self) -> Iterator[tuple[str, Traffic]]:
+        """By route, what the state folder's newest traces said: what suffixes are found in after a restart."""
+        if self.upkeep is None or self.registry is None:
+            return
+        most = self._speculation.suffix_traffic_tokens
+        for route, streams in _streams_by_route(self.registry.routes(), self.registry.assignments()).items():
+            texts = self.upkeep.read_texts(streams, self.engine.new_traffic(), most)
+            if texts is not None:
+                yield route, texts
 
     def _redaction(self) -> Callable[[Trace], Trace | None]:
         if self.learning.redact is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from livedraft.engine.prefix_cache import PrefixCache
@@ -44,11 +44,13 @@ class Contender:
         *,
         uses_suffixes: bool = False,
         keeps_traffic: bool = False,
+        earlier_texts: Mapping[str, Traffic] | None = None,
         num_speculative_tokens: int | None = None,
     ) -> None:
         """`draft`: None decodes without one; a version is looked for as `LLM.resident_draft` does. What a draft is worth is
         measured without suffixes, unless they are asked for, and with the length that costs choose, unless it is fixed.
-        `keeps_traffic`: suffixes are looked for in this contender's own earlier answers too, as a server does."""
+        `keeps_traffic`: suffixes are looked for in this contender's own earlier answers too, as a server does, and in
+        `earlier_texts`, by route."""
         if isinstance(draft, str):
             draft = llm.resident_draft(draft)
         self._llm, self._sampling = llm, sampling
@@ -57,7 +59,8 @@ class Contender:
         )
         self._no_reuse = PrefixCache(first_slot=0, num_slots=0)  # the same prompt comes again for every contender
         self._keeps_traffic = keeps_traffic
-        self._traffic: dict[str, Traffic] = {}
+        self._earlier_texts = earlier_texts or {}
+        self._traffic = self._fresh_traffic()
         self.stats = SpeculationStats()
         self.decodings: list[Decoding] = []
         """One for each prompt answered alone."""
@@ -66,11 +69,14 @@ class Contender:
     def draft(self) -> DraftModel | None:
         return self._drafting.service.draft if self._drafting.service else None
 
+    def _fresh_traffic(self) -> dict[str, Traffic]:
+        return {route: texts.copied() for route, texts in self._earlier_texts.items()}
+
     def forget_counts(self) -> None:
         """What was answered so far was warming up; what was learnt of the draft stays, what was kept of
         the texts does not."""
         self.stats, self.decodings = SpeculationStats(), []
-        self._traffic = {}
+        self._traffic = self._fresh_traffic()
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -51,7 +51,9 @@ def spread(rows: Sequence[T], limit: int) -> list[T]:
 
 def _from_file(path: Path, limit: int | None) -> list[Row]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines ends a line at U+2028 too, which JSON may hold
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # splitlines ends a line at U+2028 too, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The prompt file {path} cannot be read ({error}).") from error
     rows: list[Row] = []

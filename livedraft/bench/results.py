@@ -1,5 +1,5 @@
 """`livedraft bench table`: what `bench distill`, `bench replay` and `distill` measured, kept as their own JSON, as one Markdown
-table. No figure is typed twice: README's table is what this prints.
+table. No figure is typed twice: README's table is what this prints with `--brief`.
 
 A folder holds one file a run, the output of `--json` as it is. Its field `run` (see `livedraft/bench/machine.py`) says by which
 command, where, when and with which seeds; a file without it, of an older version, has dashes there.
@@ -8,6 +8,7 @@ command, where, when and with which seeds; a file without it, of an older versio
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ _HEADER = ("on", "draft", "alpha", *(f"− DistillSpec, {kind}" for kind in COMP
 _NAME_OF_ARM = {
     "livedraft": "livedraft, online", "osd": "OSD as published, online", "static:INIT": "untrained, never trained",
 }  # fmt: skip
+_MAIN_ARMS = ("distillspec", "top 0.4", "random 0.4")
+"""Of a study: the baseline, the published selection and its control. The rest and the losses are left out in a brief one."""
 _NOTHING = "–"
 _USUAL_LAYERS = 2
 """Of a draft: what a table of two-layer drafts need not repeat."""
@@ -35,28 +38,31 @@ class Row:
     alpha: str
     differences: Sequence[str] = ()
     """As COMPARISONS has them; none is as good as dashes."""
+    is_main: bool = True
 
 
-def run(folder: Path, *, write: Path | None, as_json: bool) -> None:
+def run(folder: Path, *, is_brief: bool, write: Path | None, as_json: bool) -> None:
     """Print the table, or put it between the markers of a Markdown file. Raises UserError for what is not there or is of
     another kind."""
-    text = rendered(folder)
+    text = rendered(folder, is_brief=is_brief, page=write)
     if write is not None:
         put_between_markers(write, text)
         text = f"{write} holds the table of {folder} now.\n"
     print(json.dumps({"table": text, "file": write and str(write)}) if as_json else text, end="\n" if as_json else "")
 
 
-def rendered(folder: Path) -> str:
-    """The table of all files, in the order of their names, and where each is from."""
+def rendered(folder: Path, *, is_brief: bool = False, page: Path | None = None) -> str:
+    """The table of all files, in the order of their names, and where each is from; brief: its main rows. Links lead there from
+    the page, or from here."""
     results = {path: _read(path) for path in sorted(folder.glob("*.json"))}
     if not results:
         raise UserError(f"{folder} holds no .json file of a run.")
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     for number, (path, result) in enumerate(results.items(), start=1):
-        for row in _rows(path, result):
+        link = path.as_posix() if page is None else Path(os.path.relpath(path, page.parent)).as_posix()
+        for row in (row for row in _rows(path, result) if row.is_main or not is_brief):
             differences = [*row.differences, *[_NOTHING] * len(COMPARISONS)][: len(COMPARISONS)]
-            cells = (row.data, row.draft, row.alpha, *differences, f"[{number}]({path.as_posix()})")
+            cells = (row.data, row.draft, row.alpha, *differences, f"[{number}]({link})")
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(_origin(number, result) for number, result in enumerate(results.values(), start=1))]
     return "\n".join(lines) + "\n"
@@ -107,11 +113,13 @@ def _of_study(data: str, result: dict[str, Any]) -> Iterator[Row]:
     for name, figures in result["selection"].items():
         differences = [_shown(figures.get(kind), sign=True) for kind in COMPARISONS]
         draft = "DistillSpec" if name == "distillspec" else f"AdaSPEC, {_percent(name)}"
-        yield Row(data=data, draft=draft, alpha=_shown(figures["alpha"]), differences=differences)
+        yield Row(
+            data=data, draft=draft, alpha=_shown(figures["alpha"]), differences=differences, is_main=name in _MAIN_ARMS
+        )  # fmt: skip
     for kind, losses in result.get("losses", {}).items():
         for loss, figures in losses.items():
             alpha = "failed" if "failed" in figures else _shown(figures["alpha"])
-            yield Row(data=data, draft=f"DistillSpec, {loss}, {kind}, one seed", alpha=alpha)
+            yield Row(data=data, draft=f"DistillSpec, {loss}, {kind}, one seed", alpha=alpha, is_main=False)
 
 
 def _percent(arm: str) -> str:

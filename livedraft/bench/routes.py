@@ -203,9 +203,9 @@ def _figures(shared: Run, routed: Run, labels: Sequence[str], groups: Sequence[s
             }
     updates = {"shared": shared.steps_by_burst[-1], "routed": routed.steps_by_burst[-1]}
     result["updates"] = updates
-    result["are_updates_equal"] = (
-        max(updates.values()) - min(updates.values()) <= LARGEST_DIFFERENCE * updates["shared"]
-    )
+    one_turn = 1 + len(routed.opened)  # each worker may take a step in it
+    most = max(one_turn, LARGEST_DIFFERENCE * updates["shared"])
+    result["are_updates_equal"] = max(updates.values()) - min(updates.values()) <= most
     result["versions_promoted"] = {"shared": shared.num_promoted, "routed": routed.num_promoted}
     result["routes"] = routed.opened
     pairs = Counter(zip(groups, labels, strict=True))

@@ -382,12 +382,13 @@ def bench_table(
     write: Annotated[
         Path | None, typer.Option(help="A Markdown file, to put the table between its two markers instead.")
     ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="The main rows alone, as README has them.")] = False,
     as_json: Json = False,
 ) -> None:
     """Results of `bench distill`, `bench replay` and `distill` as one Markdown table: this is how README's is made."""
     from livedraft.bench.results import run
 
-    run(folder, write=write, as_json=as_json)
+    run(folder, is_brief=brief, write=write, as_json=as_json)
 
 
 @bench_app.command("scale")

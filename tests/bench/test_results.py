@@ -89,7 +89,8 @@ def test_it_replaces_what_lies_between_the_markers_and_nothing_else(tmp_path):
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         assert livedraft("bench", "table", tmp_path, "--write", page).returncode == 0
-        assert page.read_text() == f"before\n{BEGIN}\n{rendered(tmp_path)}{END}\nafter\n"
+        assert page.read_text() == f"before\n{BEGIN}\n{rendered(tmp_path, page=page)}{END}\nafter\n"
+        assert "[1](run.json)" in page.read_text()
     assert json.loads(livedraft("bench", "table", tmp_path, "--json").stdout)["table"] == rendered(tmp_path)
     page.write_text("no markers")
     refused = livedraft("bench", "table", tmp_path, "--write", page)
@@ -98,13 +99,23 @@ def test_it_replaces_what_lies_between_the_markers_and_nothing_else(tmp_path):
     assert page.read_text() == "no markers"
 
 
-def test_readme_is_what_the_command_prints(monkeypatch):
+def test_a_brief_table_has_the_main_rows_and_every_origin(tmp_path):
+    study = STUDY | {"selection": STUDY["selection"] | {"top 0.4": {"alpha": figure(0.37)}}}
+    whole = table(tmp_path, a_study=study, b_replay=REPLAY)
+    brief = rendered(tmp_path, is_brief=True)
+    assert "full rate" in whole and "tvd" in whole
+    assert "full rate" not in brief and "tvd" not in brief
+    assert "AdaSPEC, top 40 % |" in brief and "OSD as published" in brief
+    assert whole.splitlines()[-2:] == brief.splitlines()[-2:]
+
+
+@pytest.mark.parametrize(("file", "options"), [("README.md", ["--brief"]), ("docs/experiments.md", [])])
+def test_documents_hold_what_the_command_writes(monkeypatch, file, options):
     monkeypatch.chdir(ROOT)
-    readme = Path("README.md").read_text(encoding="utf-8")
-    between = readme.partition(BEGIN + "\n")[2].partition(END)[0]
-    assert between == livedraft("bench", "table", "docs/results").stdout, (
-        "stale: livedraft bench table docs/results --write README.md"
-    )
+    page = Path(file)
+    between = page.read_text(encoding="utf-8").partition(BEGIN + "\n")[2].partition(END)[0]
+    command = f"livedraft bench table docs/results {' '.join(options)} --write {file}"
+    assert between == rendered(Path("docs/results"), is_brief=bool(options), page=page), f"stale: {command}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda path: path.stem)

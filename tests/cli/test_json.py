@@ -53,13 +53,14 @@ ELSEWHERE = {
     "bench growth": "tests/bench/test_compare.py",
     "bench proposers": "tests/bench/test_proposers.py",
     "bench replay": "tests/bench/test_replay.py",
+    "bench routes": "tests/bench/test_routes.py",
     "bench serve": "tests/e2e/test_serve.py",
+    "bench table": "tests/bench/test_results.py",
     "bench unhelpful": "tests/bench/test_compare.py",
 }
 """Minutes long, or needing more than a folder of drafts: the file of the test that reads its --json."""
 NOT_RUN = {
     "bench gpu": "five minutes on a GPU; its parts are tested in tests/bench/test_gpu.py",
-    "bench routes": "several drafts trained beside each other: minutes",
 }
 
 
