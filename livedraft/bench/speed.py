@@ -4,8 +4,8 @@ What the passes alone allow is S = E / (k c + V(k + 1)): E tokens a round, c a d
 both isolated and in target passes over one row. `share_of_formula` is the measured speed-up of decoding over S, prompt by
 prompt with the k that each round had: what is missing to 1 is our own overhead.
 
-`as_served` is what a server does by default: the draft, and suffixes of the request's own text, of its own earlier answers and of
-what the state folder keeps. `speculative` is the draft alone.
+`as_served` is what a server does by default: the draft, and suffixes of the request's own text, of its own earlier answers and
+of what the state folder keeps. `speculative` is the draft alone.
 """
 
 from __future__ import annotations
