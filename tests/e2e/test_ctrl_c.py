@@ -156,7 +156,8 @@ def test_a_measurement_ends_without_a_word(model_folder, tmp_path):
         assert process.poll() is None, lines
         assert press_ctrl_c(process) == 130
     assert not [line for line in lines if "Traceback" in line], lines
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")}  # torch's own cache
+    assert left == {"prompts.jsonl"}
 
 
 def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path):

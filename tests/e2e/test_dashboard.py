@@ -107,7 +107,7 @@ def test_an_empty_server_says_what_to_do_and_works_without_learning(model_folder
         assert f"dashboard  {running.url}/\n" in running.banner
         browser.do.get(f"{running.url}/")
         browser.wait(lambda: "Nothing has been served yet" in browser.text("#empty"))
-        assert f"livedraft chat --url {running.url}" in browser.text("#empty")
+        browser.wait(lambda: f"livedraft chat --url {running.url}" in browser.text("#empty"))
         assert "Learning is off" in browser.text("#empty")
         assert browser.text("#learning") == "off"
         assert "no state folder" in browser.text("#versions-note")
