@@ -22,7 +22,7 @@ from tests.e2e.server_process import ServerProcess
 
 NUM_BURSTS, BURST, PAUSE_SECONDS = 7, 10, 10.0
 LONGEST_WAIT_SECONDS = 60.0
-MAX_BYTES = 200_000
+MAX_BYTES = 250_000
 QUESTION = "How often should I water a basil plant on a sunny windowsill?"
 SETTINGS = "[speculation]\nsuffix_decoding = false\n[learning]\nnum_threads = 2\nmicro_batch_tokens = 1024\n"
 
