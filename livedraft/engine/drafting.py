@@ -360,9 +360,9 @@ class Drafting:
         num_rows = sum(entry.num_pending_rows for entry in entries)
         chosen = []
         for entry, limit in zip(entries, limits, strict=True):
-            if limit > 0:
-                lag = len(entry.state.token_ids) - draft.lengths[entry.state.slot]
-                cost = max(0, lag - 1) * self._costs.draft_write_seconds / round_seconds  # in tokens of plain decoding
+            lag = len(entry.state.token_ids) - draft.lengths[entry.state.slot]
+            if limit > 0 and lag > 1:  # the last token is written with the first draft step
+                cost = (lag - 1) * self._costs.draft_write_seconds / round_seconds  # in tokens of plain decoding
                 value = resident.lengths.value(num_drafting, num_rows, entry.state.own_acceptance.factor)
                 rounds_left = (limit + 1) / (1.0 + max(0.0, value))
                 if self.uses_suffixes:

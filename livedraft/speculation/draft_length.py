@@ -25,8 +25,6 @@ PRIOR_WEIGHT = 8.0
 NUM_CONFIDENCE_BINS = 10
 MEMORY = 400.0
 """Observations after which old ones have faded: traffic and versions change."""
-
-
 _ALIKE = 0.1
 """A request whose acceptance is this near its route's has its route's length."""
 _MOST_KEPT = 4096
@@ -144,11 +142,14 @@ class DraftLengthPolicy:
         self._bin_went_on = [PRIOR_WEIGHT] * NUM_CONFIDENCE_BINS
         self._bin_next_accepted = [PRIOR_WEIGHT * self.prior] * NUM_CONFIDENCE_BINS
         self._rounds = self._round_drafted = self._round_accepted = 0.0
+        self._acceptance: list[float] = []
+        """`acceptance_by_position` until the next verdict: a round asks for it many times a request. Empty: to be computed."""
 
     def refresh_prior(self, acceptance: float) -> None:
         """A newer outside estimate of the same draft. What was learnt since counts for half: where nothing is drafted it is
         old, and where something is, a few requests bring it back."""
         self.prior = min(max(acceptance, 0.0), 1.0)
+        self._acceptance = []
         for counts in (self._reached, self._accepted):
             counts[:] = [count / 2 for count in counts]
         self._rounds, self._round_drafted, self._round_accepted = (
@@ -166,6 +167,7 @@ class DraftLengthPolicy:
         decay = 1.0 - 1.0 / MEMORY
         if own is not None:
             own.record(num_accepted, sum(self.acceptance_by_position[: min(num_drafted, num_accepted + 1)]))
+        self._acceptance = []
         self._rounds = self._rounds * decay + 1.0
         self._round_drafted = self._round_drafted * decay + num_drafted
         self._round_accepted = self._round_accepted * decay + num_accepted
@@ -194,11 +196,15 @@ class DraftLengthPolicy:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Probability that position i is accepted once reached; rarely reached ones lean on the one before."""
-        estimates, lean = [], self.prior
-        for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            lean = (accepted + PRIOR_WEIGHT * lean) / (reached + PRIOR_WEIGHT)
-            estimates.append(lean)
+        """Probability that position i is accepted once reached; rarely reached ones lean on the one before. Not to be written
+        to."""
+        estimates = self._acceptance
+        if not estimates:
+            estimates, lean = [], self.prior
+            for reached, accepted in zip(self._reached, self._accepted, strict=True):
+                lean = (accepted + PRIOR_WEIGHT * lean) / (reached + PRIOR_WEIGHT)
+                estimates.append(lean)
+            self._acceptance = estimates  # whole: whoever reports reads it from another thread
         return estimates
 
     def choose(self, num_requests: int, num_other_rows: int = 0) -> DraftLength:
@@ -249,11 +255,11 @@ class DraftLengthPolicy:
             return replace(length, stop_below=tuple([least / factor for least in length.stop_below]))
         return DraftLength(k=self._best_beside(length.k, num_requests, num_rows, factor))
 
-    def _best_beside(self, k: int, num_requests: int, num_rows: int, factor: float) -> int:
-        """The length that adds the most tokens, less what the time would give the round, whose best length is k."""
+    def _best_beside(self, rounds_best: int, num_requests: int, num_rows: int, factor: float) -> int:
+        """The length that adds the most tokens, less what the time would give at the round's best length."""
         prices = self.costs.prices(num_requests, num_rows, self.max_tokens)
         acceptance = self.acceptance_by_position
-        rate = self._tokens_per_second(k, num_requests, num_rows - num_requests, acceptance)
+        rate = self._tokens_per_second(rounds_best, num_requests, num_rows - num_requests, acceptance)
         best, most, reach, gain = 0, 0.0, 1.0, 0.0
         for k, chance in enumerate(acceptance, start=1):
             reach *= min(1.0, chance * factor)

@@ -14,20 +14,19 @@ from livedraft.learning.store import Streams, TraceStore
 from livedraft.learning.team import Team
 from livedraft.learning.worker import Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
-from tests.learning.test_worker import state  # noqa: F401  # the fixture
 from tests.learning.toy import served_traces
 
 SETTINGS = {"traces_per_chunk": 4, "max_passes": 2, "learning_rate": 3e-3, "replay_spacing": 0.0, "warmup_steps": 0}
 
 
-def team(state, **routing):  # noqa: F811
+def team(state, **routing):
     return Team(
         state=state, target=state.parent / "model", config=LearningConfig(**SETTINGS), max_positions=128,
         routing=RoutingConfig(**{"min_requests": 16, **routing}),
     )  # fmt: skip
 
 
-def serve_into(state, streams, count, first=0):  # noqa: F811
+def serve_into(state, streams, count, first=0):
     """`count` requests, of the given streams in turn."""
     registry, routes = Registry(state), Registry(state).routes()
     traces = []
@@ -56,7 +55,7 @@ def learnt_from(one, route):
     return {rows[trace_id] for trace_id in one.workers[route].memory.examples}
 
 
-def test_a_stream_that_is_large_enough_gets_a_copy_and_learns_from_its_own_requests(state):  # noqa: F811
+def test_a_stream_that_is_large_enough_gets_a_copy_and_learns_from_its_own_requests(state):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 12)
     settle(one)
@@ -77,7 +76,7 @@ def test_a_stream_that_is_large_enough_gets_a_copy_and_learns_from_its_own_reque
     assert sentences == ["Route a gets a draft of its own, a copy of that of default, after 24 requests."]
 
 
-def opened(state):  # noqa: F811
+def opened(state):
     """A team that has learnt from all streams, has just given "a" a draft of its own, and has not gone on yet."""
     one = team(state)
     serve_into(state, ["a", "a", "b"], 21)
@@ -88,7 +87,7 @@ def opened(state):  # noqa: F811
     return one
 
 
-def test_a_copy_goes_on_where_its_sources_trainer_is(state, monkeypatch):  # noqa: F811
+def test_a_copy_goes_on_where_its_sources_trainer_is(state, monkeypatch):
     # Heads as large as the traffic asks for: what the source has seen must still be sayable after the copy's first step.
     monkeypatch.setattr("livedraft.learning.vocabulary._SPARE", 4)
     monkeypatch.setattr("livedraft.learning.vocabulary._STEP", 4)
@@ -106,14 +105,14 @@ def test_a_copy_goes_on_where_its_sources_trainer_is(state, monkeypatch):  # noq
     assert max(copy.memory.copies.values()) <= SETTINGS["max_passes"]
 
 
-def test_a_kill_after_an_opening_trains_on_nothing_twice(state):  # noqa: F811
+def test_a_kill_after_an_opening_trains_on_nothing_twice(state):
     one = opened(state)
     copies = one.workers["a"].memory.copies
     assert copies
     assert team(state).workers["a"].memory.copies == copies
 
 
-def test_a_draft_is_trained_and_judged_on_the_streams_it_serves_alone(state):  # noqa: F811
+def test_a_draft_is_trained_and_judged_on_the_streams_it_serves_alone(state):
     one = opened(state)
     default = one.workers[DEFAULT_ROUTE]
     assert {example.stream for example in default.memory.examples.values()} == {"a", "b"}
@@ -125,7 +124,7 @@ def test_a_draft_is_trained_and_judged_on_the_streams_it_serves_alone(state):  #
     assert {example.stream for example in default.memory.evidence(0)} == {"a", "b"}
 
 
-def test_a_change_of_streams_is_no_drift(state):  # noqa: F811
+def test_a_change_of_streams_is_no_drift(state):
     one = team(state)
     serve_into(state, ["a", "b"], 8)
     settle(one)
@@ -137,7 +136,7 @@ def test_a_change_of_streams_is_no_drift(state):  # noqa: F811
     assert not default.drift.recent
 
 
-def test_nobody_replays_while_anothers_new_requests_wait(state, monkeypatch):  # noqa: F811
+def test_nobody_replays_while_anothers_new_requests_wait(state, monkeypatch):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
@@ -151,7 +150,7 @@ def test_nobody_replays_while_anothers_new_requests_wait(state, monkeypatch):  #
     assert events[:last_new].count("step") == events[:last_new].count("new")
 
 
-def test_while_requests_come_no_more_are_scored_under_all_drafts_than_the_level_has(state, monkeypatch):  # noqa: F811
+def test_while_requests_come_no_more_are_scored_under_all_drafts_than_the_level_has(state, monkeypatch):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
@@ -163,7 +162,7 @@ def test_while_requests_come_no_more_are_scored_under_all_drafts_than_the_level_
     assert asked == [16 // 8]
 
 
-def test_steps_are_counted_over_a_fresh_start(state):  # noqa: F811
+def test_steps_are_counted_over_a_fresh_start(state):
     one = team(state)
     serve_into(state, ["a", "b"], 16)
     settle(one)
@@ -174,7 +173,7 @@ def test_steps_are_counted_over_a_fresh_start(state):  # noqa: F811
     assert one.num_steps == steps
 
 
-def test_without_routing_it_is_one_worker(state):  # noqa: F811
+def test_without_routing_it_is_one_worker(state):
     serve_into(state, ["a", "b"], 40)
     one = team(state, enabled=False)
     settle(one)
@@ -183,7 +182,7 @@ def test_without_routing_it_is_one_worker(state):  # noqa: F811
     assert read_status(state, ROUTING_STATUS) == {}
 
 
-def test_a_restart_keeps_routes_versions_and_what_was_trained(state):  # noqa: F811
+def test_a_restart_keeps_routes_versions_and_what_was_trained(state):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
@@ -201,7 +200,7 @@ def test_a_restart_keeps_routes_versions_and_what_was_trained(state):  # noqa: F
     assert again.num_steps == steps  # nothing is trained on again
 
 
-def test_a_closed_routes_traffic_is_the_default_ones_again(state):  # noqa: F811
+def test_a_closed_routes_traffic_is_the_default_ones_again(state):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
@@ -217,7 +216,7 @@ def test_a_closed_routes_traffic_is_the_default_ones_again(state):  # noqa: F811
     assert one.workers[DEFAULT_ROUTE].memory.num_trained >= before + 8
 
 
-def test_every_draft_is_scored_before_anybody_trains(state, monkeypatch):  # noqa: F811
+def test_every_draft_is_scored_before_anybody_trains(state, monkeypatch):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)
@@ -238,7 +237,7 @@ def test_every_draft_is_scored_before_anybody_trains(state, monkeypatch):  # noq
     assert trained and all(num_scored == 8 for _, num_scored in trained)
 
 
-def test_a_database_that_cannot_be_written_costs_a_turn(state, monkeypatch):  # noqa: F811
+def test_a_database_that_cannot_be_written_costs_a_turn(state, monkeypatch):
     one = team(state)
     serve_into(state, ["a", "b"], 8)
 
@@ -254,7 +253,7 @@ def test_a_database_that_cannot_be_written_costs_a_turn(state, monkeypatch):  # 
 
 
 @pytest.mark.parametrize("kept", [{"assignments": {"a": "gone"}}, {"last_trace_id": 3}])
-def test_odd_rows_of_an_earlier_process_do_no_harm(state, kept):  # noqa: F811
+def test_odd_rows_of_an_earlier_process_do_no_harm(state, kept):
     write_status(state, ROUTING_STATUS, kept)
     one = team(state)
     serve_into(state, ["a", "b"], 8)
@@ -262,7 +261,7 @@ def test_odd_rows_of_an_earlier_process_do_no_harm(state, kept):  # noqa: F811
     assert list(one.workers) == [DEFAULT_ROUTE]
 
 
-def test_a_route_for_which_memory_is_short_closes_and_the_others_learn_on(state, monkeypatch):  # noqa: F811
+def test_a_route_for_which_memory_is_short_closes_and_the_others_learn_on(state, monkeypatch):
     one = team(state)
 
     def short(*_):
@@ -279,7 +278,7 @@ def test_a_route_for_which_memory_is_short_closes_and_the_others_learn_on(state,
     assert len(closed) == 1 and "needs about 9.0 GiB" in closed[0]["reason"]
 
 
-def test_a_route_whose_weights_are_damaged_is_closed_at_start(state):  # noqa: F811
+def test_a_route_whose_weights_are_damaged_is_closed_at_start(state):
     one = team(state)
     serve_into(state, ["a", "a", "b"], 36)
     settle(one)

@@ -18,31 +18,9 @@ from livedraft.learning.batches import example_from_trace
 from livedraft.learning.capture import conversation_key
 from livedraft.learning.store import TraceStore
 from livedraft.learning.worker import Worker
-from livedraft.records import DraftVersion, UserError, is_held_out
+from livedraft.records import UserError, is_held_out
 from tests.hf_folder import write_hf_folder
-from tests.learning.toy import MODEL, one_layer_draft, served_traces
-
-
-@pytest.fixture
-def state(tmp_path):
-    write_hf_folder(tmp_path / "model", MODEL.config, MODEL.tensors)
-    draft = one_layer_draft()
-    Registry(tmp_path / "state").publish(
-        lambda path: save_draft(draft, path),
-        DraftVersion(
-            id=new_version_id(0),
-            route="default",
-            parent=None,
-            sha256="",
-            target_fingerprint=MODEL.fingerprint,
-            tokenizer_fingerprint="t",
-            num_layers=1,
-            vocabulary_size=64,
-            created_at=0.0,
-        ),
-        status="in_service",
-    )
-    return tmp_path / "state"
+from tests.learning.toy import MODEL, served_traces
 
 
 def worker(state, has_had_its_share=lambda _seconds: False, **settings):

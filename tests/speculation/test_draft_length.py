@@ -3,6 +3,7 @@ import random
 import pytest
 
 from livedraft.speculation.draft_length import (
+    PRIOR_WEIGHT,
     PROBE_INTERVAL,
     CostModel,
     DraftLength,
@@ -202,3 +203,27 @@ def test_a_fresh_outside_estimate_counts_beside_what_was_learnt():
     assert before < 0.1 < policy.acceptance_by_position[0]
     policy.refresh_prior(0.1)
     assert policy.prior == 0.1
+
+
+def test_acceptance_is_kept_between_verdicts_and_is_what_they_say():
+    """Against the sum over the same counts, after everything that may change them."""
+    made = DraftLengthPolicy(costs(), max_tokens=4)
+
+    def by_hand():
+        estimates, lean = [], made.prior
+        for reached, accepted in zip(made._reached, made._accepted, strict=True):
+            lean = (accepted + PRIOR_WEIGHT * lean) / (reached + PRIOR_WEIGHT)
+            estimates.append(lean)
+        return estimates
+
+    own = OwnAcceptance()
+    for change in (
+        lambda: None,
+        lambda: made.record(3, 2, [0.9, 0.5, 0.2], own),
+        lambda: made.record(2, 2),
+        lambda: made.refresh_prior(0.7),
+        lambda: made.set_prior(0.1),
+    ):
+        change()
+        assert made.acceptance_by_position == by_hand()
+        assert made.acceptance_by_position is made.acceptance_by_position
