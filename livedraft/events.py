@@ -52,7 +52,7 @@ _SENTENCES = {
     "draft_rolled_back": "Draft {version} was worse live and was rolled back to {previous}: {watch}.",
     "draft_limit_passed": "Request {request} went past the draft's limit of {limit} tokens and decodes plainly.",
     "trial_started": "Draft {version} is compared live with {against}; {share:.0%} of the requests make the difference.",
-    "canary_confirmed": "Draft {version} did well as a canary and takes over from {previous}: {watch}.",
+    "canary_confirmed": "Draft {version} has shown no harm as a canary and takes over from {previous}: {watch}.",
     "watch_ended": "Draft {version} has shown that it is no worse than {previous}: {watch}.",
     "candidate_passed": "Candidate {version} passed the gate: {reason}.",
     "candidate_rejected": "Candidate {version} was rejected by the gate: {reason}.",
