@@ -30,6 +30,7 @@ from livedraft.bench.rivals import (
     LlamaServer,
     Transformers,
     Vllm,
+    llama_draft_flags,
     llama_server,
     llama_version,
     vllm_engine,
@@ -169,7 +170,7 @@ class _Arena:
             "llama_cpp_plain": (self._target_gguf, ()), "llama_cpp_own_file": (self._source, ())
         }  # fmt: skip
         if self._draft_gguf is not None:
-            wanted["llama_cpp_speculative"] = (self._target_gguf, ("--model-draft", str(self._draft_gguf)))
+            wanted["llama_cpp_speculative"] = (self._target_gguf, llama_draft_flags(self._llama, self._draft_gguf))
         for name, (file, more) in wanted.items():
             server = llama_server(self._llama, file, *more, threads=torch.get_num_threads(), batch=batch)
             self._servers[name] = stack.enter_context(server)
@@ -202,6 +203,13 @@ class _Arena:
             reasons |= dict.fromkeys(_named("vllm"), "no --vllm-python")
         return found, {name: reasons.get(name, _NO_DRAFT) for name in ENGINES if name not in found}
 
+    def drafted_nothing(self) -> dict[str, str]:
+        """A server that was to speculate and did not: its speed is another plain decoding's."""
+        server = self._servers.get("llama_cpp_speculative")
+        if server is None or server.num_drafted:
+            return {}
+        return {"llama_cpp_speculative": "llama.cpp's server drafted nothing with the flags in `commands`"}
+
     def acceptance(self) -> dict[str, float]:
         """Of llama.cpp in this setting, warming up included: whether it speculates at all shows here."""
         servers = {name: server for name, server in self._servers.items() if server.num_drafted}
@@ -230,6 +238,8 @@ def _setting(
     bar.stop()
     for name, timing in timings.items():
         _require_tokens(name, timing)
+    not_run |= arena.drafted_nothing()
+    timings = {name: timing for name, timing in timings.items() if name not in not_run}
     speeds = {name: median_with_interval(timing.answer_speeds()) for name, timing in timings.items()}
     return {
         **{name: round(speeds[name][0], 1) if name in speeds else None for name in ENGINES},

@@ -1,10 +1,13 @@
 """The demo's traffic: questions to a small plant shop, written for this project and filled from templates.
 
-One narrow domain, as a real small service has; no prompt occurs twice.
+One narrow domain, as a real small service has; no prompt occurs twice. For the benches,
+`python -m livedraft.bench.demo_stream 0 1500 > stream.jsonl` writes the first 1,500 to learn from, `1500 1564` others to ask.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 
 _PLANTS = """
@@ -35,6 +38,8 @@ _WISHES = {  # how many in four ask so
     "Name the likely cause and give three steps that help.": 3,
     "Explain in plain words what is going on with this plant.": 1,
 }
+_MOST = 50_000
+"""Prompts by the command: well below what the templates give."""
 
 
 def plant_shop_prompts(count: int, seed: int) -> list[str]:
@@ -67,3 +72,19 @@ def repeated_share(held_out: list[list[int]], training: list[list[int]], length:
     known = {gram for answer in training for gram in grams(answer)}
     asked = [gram for answer in held_out for gram in grams(answer)]
     return sum(gram in known for gram in asked) / len(asked) if asked else 0.0
+
+
+def _print_prompts() -> None:
+    parser = argparse.ArgumentParser(prog="python -m livedraft.bench.demo_stream", description=__doc__)
+    parser.add_argument("start", type=int, help="how many to leave out")
+    parser.add_argument("stop", type=int, help="the last one's number")
+    parser.add_argument("--seed", type=int, default=1, help="the demo's own stream is 0")
+    asked = parser.parse_args()
+    if not 0 <= asked.start < asked.stop <= _MOST:
+        parser.error(f"start and stop must be 0 <= start < stop <= {_MOST}.")
+    for prompt in plant_shop_prompts(asked.stop, asked.seed)[asked.start :]:
+        print(json.dumps({"messages": [{"role": "user", "content": prompt}]}))
+
+
+if __name__ == "__main__":
+    _print_prompts()

@@ -124,6 +124,14 @@ def llama_version(server: Path) -> str:
     return next((line for line in lines if "version" in line), lines[0] if lines else "unknown")
 
 
+def llama_draft_flags(server: Path, draft: Path) -> tuple[str, ...]:
+    """What makes this server draft with that file. To newer ones naming a draft is not enough: without
+    `--spec-type` they load it and never use it."""
+    asked = subprocess.run([str(server), "--help"], capture_output=True, text=True, timeout=60, check=False)
+    kind = ("--spec-type", "draft-simple") if "--spec-type" in asked.stdout + asked.stderr else ()
+    return ("--model-draft", str(draft), *kind)
+
+
 @contextmanager
 def llama_server(server: Path, file: Path, *more: str, threads: int, batch: int) -> Iterator[LlamaServer]:
     """Started, ready, and stopped at the end. Raises UserError when it does not come up."""

@@ -96,6 +96,7 @@ class _DrainingServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._server, self._status_line = server, status_line
+        self._started = time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.phase in ("draining", "failed") or sig == signal.SIGINT:
@@ -112,7 +113,7 @@ class _DrainingServer(uvicorn.Server):
         while server.phase == "loading":
             await asyncio.sleep(_POLL_SECONDS)
         if server.phase == "ready":
-            self._print_banner()
+            self._print_banner(time.monotonic() - self._started)
             if server.config.status_seconds and self._status_line is not None:
                 line = self._status_line()
                 self._reporting = asyncio.ensure_future(self._report(line, server.config.status_seconds))
@@ -131,7 +132,7 @@ class _DrainingServer(uvicorn.Server):
             if text is not None:
                 print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
-    def _print_banner(self) -> None:
+    def _print_banner(self, load_seconds: float) -> None:
         served, config = self._server.served, self._server.config
         assert served is not None
         port = self.servers[0].sockets[0].getsockname()[1]
@@ -141,6 +142,7 @@ class _DrainingServer(uvicorn.Server):
             ("address", f"{url}/v1 (OpenAI's API), {url}/metrics, {url}/health"),
             *([("dashboard", f"{url}/")] if self._status_line is not None else []),
             ("access", "API key needed for /v1" if config.api_keys else _openness(config)),
+            ("loaded", f"in {load_seconds:.1f} s, Python's imports not counted"),
         ]
         for name, text in lines:
             print(f"{name:>9}  {text}")

@@ -114,8 +114,8 @@ class Registry:
         status_of_current: str = "retired",
         only_from: tuple[str, ...] | None = None,
     ) -> DraftVersion:
-        """This version from now on: a canary that showed no harm, or an operator's word. One transaction, so a reader sees exactly
-        one in service.
+        """This version from now on: a canary that showed no harm, or an operator's word. One transaction, so a reader
+        sees exactly one in service.
 
         Raises UserError for one that is not on disk or of another route, or whose status is none of `only_from` any more.
         """

@@ -6,6 +6,7 @@ Legend: R rows of a request's block, C of them wanted; V vocabulary, K tokens ke
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
@@ -45,6 +46,28 @@ def best_tokens_by_torch(blocks: Sequence[torch.Tensor]) -> tuple[list[float], l
     # Together: on a GPU this is where the host waits, once a round.
     values, token_ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
     return values, [int(token) for token in token_ids]
+
+
+def probabilities_of(rows_RV: torch.Tensor, token_ids_R: Sequence[int]) -> list[float]:
+    """Of one token of each row, by softmax of the logits as they are: a draft asks after every token it draws."""
+    library = _kernels_for(rows_RV)
+    if library is None:
+        return probabilities_by_torch(rows_RV, token_ids_R)
+    R, V = rows_RV.shape
+    normalisers_R = torch.empty(R)
+    library.livedraft_top(
+        R, _pointers([rows_RV]), (c_int * R)(*[-1] * R), V, 1, None, None, None, normalisers_R.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    drawn = zip(token_ids_R, normalisers_R.tolist(), strict=True)
+    return [math.exp(float(rows_RV[row, token]) - normaliser) for row, (token, normaliser) in enumerate(drawn)]
+
+
+def probabilities_by_torch(rows_RV: torch.Tensor, token_ids_R: Sequence[int]) -> list[float]:
+    """The slow twin, and the one for a GPU, where the host waits once."""
+    drawn_R1 = torch.tensor(token_ids_R, device=rows_RV.device)[:, None]
+    probabilities: list[float] = (rows_RV.gather(-1, drawn_R1)[:, 0] - torch.logsumexp(rows_RV, -1)).exp().tolist()
+    return probabilities
 
 
 def top_tokens(blocks: Sequence[torch.Tensor], num_wanted: Sequence[int], num_top: int) -> TopTokens:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from livedraft.models.step import ModelStep
+from livedraft.models.top_tokens import best_tokens, probabilities_of
 from livedraft.records import Proposal
 from livedraft.sampling import DRAFT_DRAW, draw, logits_to_probs, uniform
 from livedraft.speculation.proposer import ProposalTask
@@ -75,7 +76,9 @@ class DraftModel:
         active, logits_RW = self._catch_up(tasks)
         while active:
             draws = self._draw(logits_RW, [tasks[index] for index in active], [proposals[index] for index in active])
-            confidences = self._confidences(logits_RW, draws) if any(tasks[i].stop_below for i in active) else None
+            confidences = None
+            if any(tasks[i].stop_below for i in active):  # at temperature 1 and before penalties
+                confidences = probabilities_of(logits_RW, [drawn[0] if drawn else 0 for drawn in draws])
             going_on = []
             for row, index in enumerate(active):
                 if draws[row] is None:
@@ -149,7 +152,7 @@ class DraftModel:
     def _draw(self, logits_RW: torch.Tensor, tasks: list[ProposalTask], proposals: list[Proposal]) -> list[Draw | None]:
         """One a row; None where nothing the request allows is in the draft's vocabulary."""
         if all(task.sampling.is_greedy and task.prefix is None for task in tasks):
-            return [(row_id, None) for row_id in logits_RW.argmax(-1).tolist()]
+            return [(row_id, None) for row_id in best_tokens([logits_RW])[1]]
         return [
             self._draw_one(logits_RW[row : row + 1], task, proposal.draft_token_ids)
             for row, (task, proposal) in enumerate(zip(tasks, proposals, strict=True))
@@ -178,13 +181,6 @@ class DraftModel:
             draft_to_target_W=self.draft_to_target_W,
         )
         return choice[0], None
-
-    @staticmethod
-    def _confidences(logits_RW: torch.Tensor, draws: list[Draw | None]) -> list[float]:
-        """The draft's probability, at temperature 1 and before penalties, of each row's drawn token."""
-        rows_R1 = torch.tensor([[drawn[0] if drawn else 0] for drawn in draws], device=logits_RW.device)
-        log_probs_R = logits_RW.gather(-1, rows_R1)[:, 0] - torch.logsumexp(logits_RW, dim=-1)
-        return log_probs_R.exp().tolist()
 
     def time_steps(self, batch: int, position: int, num_steps: int) -> None:
         """Draft so many tokens of `batch` requests as in a round, the choice included; for measuring, on idle slots."""

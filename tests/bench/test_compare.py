@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from livedraft.bench.growth import judged
+from livedraft.bench.rivals import llama_draft_flags
 from livedraft.bench.unhelpful import randomised
 from livedraft.drafts.weights import save_draft
 from livedraft.gguf_file import read_gguf
@@ -24,6 +25,8 @@ FAKE_SERVER = """
     from http.server import BaseHTTPRequestHandler, HTTPServer
     if "--version" in sys.argv:
         sys.exit("version: 1234 (fake)")
+    if "--help" in sys.argv:
+        sys.exit("--spec-type none,draft-simple   default: none" if {knows_kinds} else "--model-draft FILE")
     class Handler(BaseHTTPRequestHandler):
         def answer(self, body):
             data = json.dumps(body).encode()
@@ -36,7 +39,7 @@ FAKE_SERVER = """
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert body["temperature"] == 0 and body["cache_prompt"] is False
-            drafted = {{"draft_n": 4, "draft_n_accepted": 3}} if "--model-draft" in sys.argv else {{}}
+            drafted = {{"draft_n": 4, "draft_n_accepted": 3}} if "--spec-type" in sys.argv else {{}}
             tokens = body["prompt"][: body["n_predict"]]
             self.answer({{"tokens": tokens, "tokens_predicted": body["n_predict"], "timings": drafted}})
         def log_message(self, *arguments):
@@ -52,12 +55,16 @@ def prompts(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def fake_server(tmp_path):
-    file = tmp_path / "llama-server"
-    file.write_text(textwrap.dedent(FAKE_SERVER).strip().format(python=sys.executable))
+def fake_llama_server(file, knows_kinds):
+    """One that drafts only when it is told the kind of drafting."""
+    file.write_text(textwrap.dedent(FAKE_SERVER).strip().format(python=sys.executable, knows_kinds=knows_kinds))
     file.chmod(0o755)
     return file
+
+
+@pytest.fixture
+def fake_server(tmp_path):
+    return fake_llama_server(tmp_path / "llama-server", knows_kinds=True)
 
 
 def shown(*arguments):
@@ -85,16 +92,19 @@ def test_engines_that_are_not_there_are_null(model_folder, prompts):
     assert same["transformers_generate"]["identical"] == 3
 
 
-@pytest.fixture
-def learned(model_folder, tmp_path):
+def untrained_folder(model, folder):
     """A draft's folder as `distill` leaves it."""
-    with LLM(str(model_folder), draft="untrained", dtype="float32") as llm:
+    with LLM(str(model), draft="untrained", dtype="float32") as llm:
         weights, version = llm.untrained_draft()
-    folder = tmp_path / "learned"
     folder.mkdir()
     save_draft(weights, folder / "draft.safetensors")
     (folder / "manifest.json").write_text(json.dumps(dataclasses.asdict(version)))
     return folder
+
+
+@pytest.fixture
+def learned(model_folder, tmp_path):
+    return untrained_folder(model_folder, tmp_path / "learned")
 
 
 @pytest.mark.long
@@ -160,27 +170,33 @@ def test_vllm_answers_from_its_own_interpreter(model_folder, prompts, learned, t
     assert_one_sentence(livedraft(*here, "--vllm-python", tmp_path / "nowhere"), "--vllm-python")
 
 
+def test_a_server_is_told_to_draft_where_naming_a_draft_is_not_enough(fake_server, tmp_path):
+    draft = tmp_path / "draft.gguf"
+    assert llama_draft_flags(fake_server, draft) == ("--model-draft", str(draft), "--spec-type", "draft-simple")
+    old = fake_llama_server(tmp_path / "old", knows_kinds=False)
+    assert llama_draft_flags(old, draft) == ("--model-draft", str(draft))
+
+
 @pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(240)
-def test_llama_cpp_is_started_asked_and_stopped(smollm2_path, prompts, fake_server):
+@pytest.mark.parametrize("drafts", [True, False])
+def test_llama_cpp_is_started_asked_and_stopped(smollm2_path, prompts, tmp_path, drafts):
+    learned = untrained_folder(smollm2_path, tmp_path / "learned")
+    server = fake_llama_server(tmp_path / "llama-server", knows_kinds=drafts)
     result = shown(
-        "bench",
-        "compare",
-        "--prompts",
-        prompts,
-        "--limit",
-        1,
-        "--max-tokens",
-        4,
-        "--llama-server",
-        fake_server,
+        "bench", "compare", "--prompts", prompts, "--limit", 1, "--max-tokens", 4, "--draft", learned, "--llama-server", server,
         "--json",
-    )
+    )  # fmt: skip
     assert result["llama_cpp_plain"] > 0
     assert result["llama_cpp_own_file"] > 0
-    assert result["llama_cpp_speculative"] is None
     assert "1234" in result["versions"]["llama_cpp"]
+    if drafts:
+        assert result["llama_cpp_speculative"] > 0
+        assert result["acceptance_rate"] == {"llama_cpp_speculative": 0.75}
+    else:  # its speed would be plain decoding's under another name
+        assert result["llama_cpp_speculative"] is None
+        assert "drafted nothing" in result["not_run"]["llama_cpp_speculative"]
 
 
 def test_what_cannot_be_compared_is_one_sentence(model_folder, prompts, fake_server, tmp_path):

@@ -7,7 +7,14 @@ import torch
 
 from livedraft.models import top_tokens as room
 from livedraft.models.native import kernels
-from livedraft.models.top_tokens import best_tokens, best_tokens_by_torch, top_tokens, top_tokens_by_torch
+from livedraft.models.top_tokens import (
+    best_tokens,
+    best_tokens_by_torch,
+    probabilities_by_torch,
+    probabilities_of,
+    top_tokens,
+    top_tokens_by_torch,
+)
 
 COMPILED = pytest.mark.skipif(kernels() is None, reason="no kernels here")
 
@@ -81,8 +88,23 @@ def test_a_row_with_a_nan_has_it_as_its_best(place):
     assert best_tokens([torch.full((1, 70), -torch.inf)]) == ([-math.inf], [0])
 
 
+@COMPILED
+@pytest.mark.parametrize("size", [3, 203, 8192])
+def test_the_probability_of_a_token_is_torchs(size):
+    """Also of slices of wider rows, as a draft's padded head gives them, and of forbidden tokens."""
+    generator = torch.Generator().manual_seed(size)
+    rows = (3.0 * torch.randn(4, size + 5, generator=generator))[:, :size]
+    rows[1, 0] = -torch.inf
+    drawn = [size - 1, 0, 1, int(rows[3].argmax())]
+    ours = probabilities_of(rows, drawn)
+    assert ours == pytest.approx(probabilities_by_torch(rows, drawn), rel=1e-5)
+    assert ours == pytest.approx([rows[row].softmax(-1)[token].item() for row, token in enumerate(drawn)], rel=1e-5)
+    assert ours[1] == 0.0
+
+
 def test_without_kernels_torch_finds_them(monkeypatch):
     monkeypatch.setattr(room, "kernels", lambda: None)
     found = top_tokens([torch.tensor([[0.0, 2.0, 1.0]])], [1], 2)
     assert found.token_ids_CK.tolist() == [[1, 2]]
     assert best_tokens([torch.tensor([[0.0, 2.0, 1.0]])]) == ([2.0], [1])
+    assert probabilities_of(torch.tensor([[0.0, math.log(3.0)]]), [1]) == pytest.approx([0.75])
