@@ -5,6 +5,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import pytest
