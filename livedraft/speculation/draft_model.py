@@ -186,7 +186,7 @@ class DraftModel:
         """Draft so many tokens of `batch` requests as in a round, the choice included; for measuring, on idle slots."""
         tokens, positions, slots = [0] * batch, [position] * batch, list(range(batch))
         for _ in range(num_steps):
-            self.decoder.forward(tokens, positions, slots, slots).logits_RV.argmax(-1).tolist()
+            best_tokens([self.decoder.forward(tokens, positions, slots, slots).logits_RV])
 
     def commit(self, slot: int, num_valid_tokens: int) -> None:
         """Forget what was written past the committed tokens; the last committed one is always fed again or first."""

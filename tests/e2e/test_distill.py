@@ -295,11 +295,13 @@ def test_a_reference_distilled_before_does_as_well_as_one_made_now(model_folder,
     assert not (files / "again" / "distillspec").exists()
     assert figures["distillspec_alpha"] == expected["distillspec_alpha"]
     assert figures["adaspec_alpha"] == expected["adaspec_alpha"]
-    assert losses_of(files / "again" / "adaspec") == pytest.approx(losses_of(files / "out" / "adaspec"), rel=1e-5)
+    # On some CPUs a training run alone differs in the sixth digit from one time to the next: sums by where memory lies.
+    expected_losses = pytest.approx(losses_of(files / "out" / "adaspec"), rel=1e-5)
+    assert losses_of(files / "again" / "adaspec") == expected_losses
     assert "distillspec_training" not in figures
     # Another reference selects otherwise.
     other = distill(files, model_folder, "--reference", files / "out" / "adaspec", out="other")
-    assert losses_of(files / "other" / "adaspec") != losses_of(files / "out" / "adaspec")
+    assert losses_of(files / "other" / "adaspec") != expected_losses
     assert other["distillspec_alpha"] == expected["adaspec_alpha"]
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import gguf
 import pytest
@@ -102,11 +101,6 @@ def test_logits_are_as_near_to_float32_as_torchs_bf16(family):
     assert own < 0.02 * exact.abs().mean()
 
 
-@pytest.mark.xfail(
-    "AuthenticAMD" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False,
-    reason="open: by AVX2 a row's last bits depend on the batch on an EPYC (seen 2026-12-07)",
-    strict=False,
-)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_rows_numbers_do_not_depend_on_the_batch_nor_on_the_threads(family):
     """Bit for bit: alone, token by token; and in ragged passes of several slots, with one thread and with two."""

@@ -67,8 +67,8 @@ def assert_same(proposals, expected):
         for name in ("draft_probs_KW", "draft_logits_KW"):
             ours, theirs = getattr(got, name), getattr(wanted, name)
             assert (ours is None) == (theirs is None)
-            # CPUs differ in how they add up a batch: 1.1e-4 was seen on one, so the tolerance is for wrong rows only.
-            assert ours is None or (ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-3))
+            # In float32, of logits up to ten, batches of other shapes part by 1.5e-4 on some CPUs; tokens must be equal.
+            assert ours is None or (ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=3e-4))
 
 
 @pytest.mark.parametrize("step", [None, 3])

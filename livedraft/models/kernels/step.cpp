@@ -103,8 +103,7 @@ inline WeightPairs load_weights(const int8_t* at) { return widen_pairs(at); }
 inline InputPair load_pair(const Input* at) { return {all(at[0]), all(at[1])}; }
 
 inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, floats sum) {
-    sum = weights.even * inputs.even + sum;
-    return weights.odd * inputs.odd + sum;
+    return fused(weights.odd, inputs.odd, fused(weights.even, inputs.even, sum));
 }
 #endif
 
@@ -275,17 +274,17 @@ template <int BITS, int ROWS, int VECTORS>
                 for (int v = 0; v < VECTORS; ++v) levels[v] = levels_of<BITS>(words[v], i);
                 for (int m = 0; m < ROWS; ++m) {
                     const floats in = all(x[(size_t)m * num_inputs + b * B::kInputs + word * B::kPerWord + i]);
-                    for (int v = 0; v < VECTORS; ++v) inner[m][v] = levels[v] * in + inner[m][v];
+                    for (int v = 0; v < VECTORS; ++v) inner[m][v] = fused(levels[v], in, inner[m][v]);
                 }
             }
         }
         const uint16_t* scales = (const uint16_t*)block + within;
         for (int v = 0; v < VECTORS; ++v) {
             const floats scale = load_float16(scales + W * v);
-            for (int m = 0; m < ROWS; ++m) own[m][v] = scale * inner[m][v] + own[m][v];
+            for (int m = 0; m < ROWS; ++m) own[m][v] = fused(scale, inner[m][v], own[m][v]);
             if (BITS == 4) {
                 const floats offset = load_float16(scales + kSuper + W * v);
-                for (int m = 0; m < ROWS; ++m) own[m][v] = offset * all(totals[(size_t)m * num_blocks + b]) + own[m][v];
+                for (int m = 0; m < ROWS; ++m) own[m][v] = fused(offset, all(totals[(size_t)m * num_blocks + b]), own[m][v]);
             }
         }
     }
@@ -406,7 +405,7 @@ void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows
 
 float inverse_rms(const float* x, int width, float eps) {
     floats sum = {};
-    for (int i = 0; i < width; i += W) sum = load(x + i) * load(x + i) + sum;
+    for (int i = 0; i < width; i += W) sum = fused(load(x + i), load(x + i), sum);
     return 1.0f / std::sqrt(sum_of(sum) / width + eps);
 }
 
@@ -498,8 +497,8 @@ struct Key {
     floats times(const Input* query) const {
         floats sum = {};
         for (int i = 0; i < E / (2 * W); ++i) {
-            sum = parts[i].even * load(query + 2 * W * i) + sum;
-            sum = parts[i].odd * load(query + 2 * W * i + W) + sum;
+            sum = fused(parts[i].even, load(query + 2 * W * i), sum);
+            sum = fused(parts[i].odd, load(query + 2 * W * i + W), sum);
         }
         return sum;
     }
@@ -551,8 +550,8 @@ void attend(const Input* const* queries, const int* lengths, const bf16* keys, c
             for (int i = 0; i < SLICE; ++i) {
                 const Pairs value = widen_pairs(values + (size_t)t * E + first + 2 * W * i);
                 for (int q = 0; q < QUERIES; ++q) {
-                    sums[q][i].even = scores[q][t] * value.even + sums[q][i].even;
-                    sums[q][i].odd = scores[q][t] * value.odd + sums[q][i].odd;
+                    sums[q][i].even = fused(all(scores[q][t]), value.even, sums[q][i].even);
+                    sums[q][i].odd = fused(all(scores[q][t]), value.odd, sums[q][i].odd);
                 }
             }
         for (int q = 0; q < QUERIES; ++q)
@@ -582,7 +581,7 @@ void put_together(const Part* parts, int num_parts, int E, Input* out) {
     for (int i = 0; i < num_parts; ++i) {
         const float share = exp_of(all(parts[i].largest - largest))[0];
         total += share * parts[i].total;
-        for (int e = 0; e < E; e += W) store(sums + e, share * load(parts[i].sums + e) + load(sums + e));
+        for (int e = 0; e < E; e += W) store(sums + e, fused(all(share), load(parts[i].sums + e), load(sums + e)));
     }
     const float inverse = 1.0f / total;
     for (int e = 0; e < E; ++e) row[e] = inverse * sums[e / (2 * W) * 2 * W + e % 2 * W + e % (2 * W) / 2];
