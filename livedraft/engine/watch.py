@@ -88,6 +88,8 @@ def judge(stage: Stage, new: LiveCounts, old: LiveCounts, *, expected: float | N
     sentence = f"first drafted tokens accepted live: {new.rate:.2f} against {reference:.2f}"
     if new.rate < least:
         return _judgement("worse", f"{sentence}, less than chance explains ({least:.2f})", new, old)
+    if new.rate < reference:
+        sentence += f" (by chance alone down to {max(0.0, least):.2f}; requests so far: {new.num_requests})"
     if stage == "canary" or new.num_requests >= WATCHED_REQUESTS:
         return _judgement("fine", sentence, new, old)
     return _judgement("undecided", sentence, new, old)

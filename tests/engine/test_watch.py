@@ -40,6 +40,14 @@ def test_findings(stage, new, old, expected, finding):
     assert judgement.numbers["live_rounds"] == new.num_rounds
 
 
+def test_a_lower_figure_that_is_taken_for_fine_says_why():
+    """Read by people: 0.30 against 0.40 and "no harm" would look like a fault."""
+    lower, higher = (judge("canary", counts(rate, 60, 1), counts(0.4), expected=None) for rate in (0.3, 0.5))
+    assert lower.reason.startswith("first drafted tokens accepted live: 0.30 against 0.40 (by chance alone down to 0.")
+    assert lower.reason.endswith("; requests so far: 1)")
+    assert higher.reason == "first drafted tokens accepted live: 0.50 against 0.40"
+
+
 def test_a_version_that_is_as_good_is_hardly_ever_called_worse():
     """Requests differ: each has an acceptance of its own, and the watch looks after every one of 64 requests."""
     generator = np.random.default_rng(0)
