@@ -7,8 +7,9 @@ import pytest
 
 from livedraft import LLM, SamplingParams
 from livedraft import llm as llm_room
+from livedraft.learning.capture import write_secret
 from livedraft.learning.store import Streams
-from livedraft.records import UserError
+from livedraft.records import UserError, is_held_out
 
 
 def test_a_family_the_native_decoder_does_not_know_is_served_alone_and_as_a_draft(neox_folder, model_folder):
@@ -76,6 +77,8 @@ def test_a_restart_remembers_what_was_said_and_a_deletion_forgets_it(model_folde
     """For suffix proposals: texts are read from the traces while serving begins."""
     from livedraft.operations import delete_traces
 
+    # What is held out is not among the texts, and a new folder would draw its key.
+    write_secret(tmp_path, b"holds out none of the four")
     options = {"state": tmp_path, "learn": True, "dtype": "float32", "num_threads": 1}
     prompts = [f"question number {n}" for n in range(4)]
     sampling = SamplingParams(max_tokens=24)
@@ -88,6 +91,7 @@ def test_a_restart_remembers_what_was_said_and_a_deletion_forgets_it(model_folde
         return llm.engine.traffic["default"].num_tokens
 
     with LLM(str(model_folder), **options) as llm:
+        assert not any(is_held_out(llm.request(prompt, sampling).conversation_key) for prompt in prompts)
         before = llm.generate(prompts, sampling)
     with LLM(str(model_folder), **options) as llm:
         num_tokens = texts(llm)

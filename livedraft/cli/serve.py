@@ -142,7 +142,7 @@ class _DrainingServer(uvicorn.Server):
             ("address", f"{url}/v1 (OpenAI's API), {url}/metrics, {url}/health"),
             *([("dashboard", f"{url}/")] if self._status_line is not None else []),
             ("access", "API key needed for /v1" if config.api_keys else _openness(config)),
-            ("loaded", f"in {load_seconds:.1f} s, Python's imports not counted"),
+            ("loaded", f"in {load_seconds:.1f} s"),
         ]
         for name, text in lines:
             print(f"{name:>9}  {text}")
