@@ -407,8 +407,9 @@ class ServedModelConfig:
     dtype: str = "auto"
     """auto, bfloat16 or float32; auto is the fastest this machine has."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """On CPUs with the compiled step. int8: the target's weights with one scale an output; faster, and another model: answers
-    differ. int4: a GGUF file's own blocks of four bits, kept packed; its weights exactly, where bf16 rounds them."""
+    """On CPUs with the compiled step. int8: the target's weights with one scale an output, what enters a product in 8 bits too;
+    faster, and another model: answers differ. int4: a GGUF file's own blocks of four bits, kept packed; its weights exactly,
+    where bf16 rounds them."""
     device: str = "auto"
     """auto, cpu or cuda; auto takes a GPU where torch sees one."""
     num_threads: int | None = None

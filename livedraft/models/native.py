@@ -114,7 +114,7 @@ def _library() -> ctypes.CDLL | str:
     library.livedraft_pack_blocks.argtypes = (
         c_void_p, c_void_p, c_void_p, POINTER(c_int), c_int, c_int, c_int, c_void_p, c_int,
     )  # fmt: skip
-    library.livedraft_block_bytes.restype = c_int64
+    library.livedraft_block_bytes.restype = library.livedraft_int8_bytes.restype = c_int64
     library.livedraft_best.argtypes = (c_int, POINTER(c_void_p), c_int, c_void_p, c_void_p, c_int)
     library.livedraft_top.argtypes = (
         c_int, POINTER(c_void_p), POINTER(c_int), c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int,
@@ -234,7 +234,8 @@ def _super_block() -> int:
 
 
 class _Packed:
-    """A matrix in the kernels' layout: output i is row order[i] of `weight`; bf16, int8 with a scale an output, or blocks."""
+    """A matrix in the kernels' layout: output i is row order[i] of `weight`; bf16, int8 with a scale an output, or blocks.
+    Activations enter an int8 product as 8 bits too, with a scale for each 32."""
 
     def __init__(
         self, weight: torch.Tensor | Blocks, order: torch.Tensor, bias: torch.Tensor | None = None, *, is_int8: bool
@@ -257,10 +258,11 @@ class _Packed:
             largest = weight.float().abs().amax(1).clamp(min=1e-12)
             self._scales = self._padded((largest / _LARGEST_INT8)[order])
             weight = (weight.float() * (_LARGEST_INT8 / largest)[:, None]).round().to(torch.int8)
+            self.blocks = torch.zeros(library.livedraft_int8_bytes(*self._shape), dtype=torch.uint8)
         else:
             weight = weight.to(torch.bfloat16)
+            self.blocks = torch.zeros(self._num_padded * weight.shape[1], dtype=torch.bfloat16)
         weight = weight.contiguous()
-        self.blocks = torch.zeros(self._num_padded * weight.shape[1], dtype=weight.dtype)
         pack(
             weight.data_ptr(), ctypes.cast(order.data_ptr(), POINTER(c_int)), *self._shape, self.blocks.data_ptr(),
             torch.get_num_threads(),

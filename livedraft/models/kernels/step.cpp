@@ -6,11 +6,12 @@
 // A row's numbers do not depend on how many rows are in the pass, nor on the number of threads: every output is summed by one thread,
 // over the inputs in order. So verification of k drafted tokens gives bit for bit what plain decoding gives.
 //
-// Weights are bf16, or int8 with one scale an output (half the bytes to read). They lie in super-blocks of four vectors of outputs,
-// kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a thread reads them from front to back. Or they stay as a GGUF file
-// stores them, in blocks of 32 inputs with a scale (and an offset) each, see `Block`. Activations are float32;
-// where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a product, elsewhere (AVX512,
-// AVX2) weights are widened in registers, which is a shift. Where it multiplies tiles of them (AMX) sixteen rows cost what one does.
+// Weights are bf16, in super-blocks of four vectors of outputs, kSuper = 4 W: [outputs / kSuper][inputs / 2][kSuper][2], so that a
+// thread reads them from front to back. Or they are int8 with one scale an output, and activations are rounded to 8 bits too, see
+// `RoundedInputs`. Or they stay as a GGUF file stores them, in blocks of 32 inputs with a scale (and an offset) each, see `Block`.
+// Activations are float32; where the CPU multiplies pairs of bf16 itself (AVX512-BF16) they are rounded to bf16 as they enter a
+// product, elsewhere (AVX512, AVX2) weights are widened in registers, which is a shift. Where it multiplies tiles of them (AMX)
+// sixteen rows cost what one does.
 //
 // Legend: W floats of a vector register (vectors.hpp), N rows of this pass, D width, F feed-forward width, H query heads, G key-value heads,
 // E head width, T cache positions.
@@ -23,7 +24,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "vectors.hpp"
@@ -32,8 +32,8 @@ extern "C" {
 
 struct Matrix {
     const void* blocks;
-    const float* scales;  // [outputs padded to 64]: the blocks are int8; null: they are bf16, or as `block_bits` says
-    const float* bias;    // [outputs padded to 64], or null
+    const float* scales;  // [outputs padded to kSuper]: the blocks are int8; null: they are bf16, or as `block_bits` says
+    const float* bias;    // [outputs padded to kSuper], or null
     int num_outputs;
     int num_inputs;
     int block_bits;       // 4 or 8: a GGUF file's blocks; 0: none of them
@@ -81,13 +81,6 @@ using InputPair = __m512bh;
 
 inline WeightPairs load_weights(const bf16* at) { return (__m512bh)_mm512_loadu_si512(at); }
 
-inline WeightPairs load_weights(const int8_t* at) {
-    const __m256i bytes = _mm256_loadu_si256((const __m256i*)at);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-    return _mm512_cvtne2ps_pbh(high, low);
-}
-
 inline InputPair load_pair(const Input* at) { return (__m512bh)_mm512_set1_epi32(load_as<int>(at)); }
 
 inline floats multiply_add(WeightPairs weights, InputPair inputs, floats sum) {
@@ -99,7 +92,6 @@ using WeightPairs = Pairs;
 using InputPair = Pairs;
 
 inline WeightPairs load_weights(const bf16* at) { return widen_pairs(at); }
-inline WeightPairs load_weights(const int8_t* at) { return widen_pairs(at); }
 inline InputPair load_pair(const Input* at) { return {all(at[0]), all(at[1])}; }
 
 inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, floats sum) {
@@ -109,8 +101,8 @@ inline floats multiply_add(const WeightPairs& weights, const InputPair& inputs, 
 
 // Sums of ROWS rows with VECTORS x W neighbouring outputs of one super-block, inputs in order. Not inlined: compiling it once for each
 // use took most of a first start.
-template <int ROWS, int VECTORS, class Weight>
-[[gnu::noinline]] void multiply(const Weight* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
+template <int ROWS, int VECTORS>
+[[gnu::noinline]] void multiply(const bf16* block, const Input* x, int stride, int num_inputs, floats (*sums)[VECTORS]) {
     floats own[ROWS][VECTORS] = {};
     for (int pair = 0; pair < num_inputs / 2; ++pair, block += 2 * kSuper) {
         WeightPairs w[VECTORS];
@@ -190,26 +182,26 @@ struct Tiles {};
 // Rows that a buffer of inputs must have: whole tiles are read.
 inline size_t padded_rows(int num_rows) { return (size_t)(num_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows; }
 
+// Of the rows that are left; the last two tiles are alike.
+inline int tile_of(int left, int most) { return left > most && left < 2 * most ? (left + 1) / 2 : std::min(left, most); }
+
 // write(row, first output, vectors of sums) for all rows; VECTORS of them.
-template <int VECTORS, class Weight, class Write>
+template <int VECTORS, class Write>
 void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
-    const Weight* block = (const Weight*)matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
-                          2 * (first_output % kSuper);
+    const bf16* block = (const bf16*)matrix.blocks + (size_t)(first_output / kSuper) * matrix.num_inputs * kSuper +
+                        2 * (first_output % kSuper);
 #ifdef LIVEDRAFT_TILES
-    if constexpr (std::is_same_v<Weight, bf16>) {
-        if (matrix.num_inputs % 32 == 0) {
-            alignas(64) floats sums[kTileOfRows][VECTORS];
-            for (int row = 0; row < num_rows; row += kTileOfRows) {
-                multiply_tiles<VECTORS>(block, x + (size_t)row * stride, stride, matrix.num_inputs, row == 0, (float*)sums);
-                for (int m = 0; m < std::min(kTileOfRows, num_rows - row); ++m) write(row + m, first_output, sums[m]);
-            }
-            return;
+    if (matrix.num_inputs % 32 == 0) {
+        alignas(64) floats sums[kTileOfRows][VECTORS];
+        for (int row = 0; row < num_rows; row += kTileOfRows) {
+            multiply_tiles<VECTORS>(block, x + (size_t)row * stride, stride, matrix.num_inputs, row == 0, (float*)sums);
+            for (int m = 0; m < std::min(kTileOfRows, num_rows - row); ++m) write(row + m, first_output, sums[m]);
         }
+        return;
     }
 #endif
     for (int row = 0; row < num_rows;) {
-        const int left = num_rows - row;
-        const int rows = left > kMaxTile && left < 2 * kMaxTile ? (left + 1) / 2 : std::min(left, kMaxTile);
+        const int rows = tile_of(num_rows - row, kMaxTile);
         floats sums[kMaxTile][VECTORS];
         const Input* from = x + (size_t)row * stride;
         switch (rows) {
@@ -219,6 +211,113 @@ void multiply_rows(const Matrix& matrix, int first_output, const Input* x, int s
             case 4: multiply<std::min(4, kMaxTile), VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
             case 5: multiply<std::min(5, kMaxTile), VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
             default: multiply<kMaxTile, VECTORS>(block, from, stride, matrix.num_inputs, sums); break;
+        }
+        for (int m = 0; m < rows; ++m) write(row + m, first_output, sums[m]);
+        row += rows;
+    }
+}
+
+inline floats load_input(const float* at) { return load(at); }
+inline floats load_input(const bf16* at) { return widen(at); }
+
+// int8 weights lie as [outputs / kSuper][inputs / 4][kSuper][4], inputs padded to whole blocks of 32, with 128 added: the instruction that
+// multiplies four neighbouring bytes at once wants one side without a sign. So 128 times the sum of the inputs is taken off again.
+// Products and their sums over a block are whole numbers, exact on every CPU.
+constexpr int kRounded = 32;  // neighbouring inputs that share a scale
+constexpr int kRoundedTile = W == 16 ? 6 : 2;  // rows whose sums within a block fit the registers
+
+inline int num_rounded_blocks(int num_inputs) { return (num_inputs + kRounded - 1) / kRounded; }
+
+// A pass's inputs as int8 weights want them, made by each thread for itself: of each 32 the largest is 127 levels.
+struct RoundedInputs {
+    std::vector<int8_t> levels;  // [N][blocks][32]
+    std::vector<float> scales;   // [N][blocks]
+    std::vector<int> offsets;    // [N][blocks]: -128 times the sum of the levels
+    void fill(const Input* x, int stride, int num_rows, int num_inputs) {
+        const size_t num_blocks = num_rounded_blocks(num_inputs), count = num_rows * num_blocks;
+        if (scales.size() < count) {
+            levels.resize(count * kRounded);
+            scales.resize(count);
+            offsets.resize(count);
+        }
+        for (int m = 0; m < num_rows; ++m)
+            for (size_t b = 0; b < num_blocks; ++b)
+                round_block(x + (size_t)m * stride + b * kRounded, num_inputs - (int)b * kRounded, m * num_blocks + b);
+    }
+    // `count` inputs are left, a multiple of W; where they are fewer than 32, the block ends in zeros.
+    void round_block(const Input* x, int count, size_t block) {
+        floats values[kRounded / W];
+        ints largest = {};
+        for (int i = 0; i < kRounded / W; ++i) {
+            values[i] = i * W < count ? load_input(x + i * W) : floats{};
+            const ints size = (ints)values[i] & 0x7fffffff;  // as whole numbers they are in order, and a NaN is above all
+            largest = size > largest ? size : largest;
+        }
+        float most;
+        const int bits = largest_of(largest);
+        std::memcpy(&most, &bits, sizeof most);
+        const floats shift = all(12582912.0f), inverse = all(most > 0 ? 127.0f / most : 0.0f);  // adding 1.5 * 2^23 rounds
+        floats total = {};
+        for (int i = 0; i < kRounded / W; ++i) {
+            const floats level = fused(values[i], inverse, shift) - shift;
+            total += level;
+            store_bytes(__builtin_convertvector(level, ints), levels.data() + block * kRounded + i * W);
+        }
+        scales[block] = most / 127.0f;  // a NaN stays one: the engine must see it
+        offsets[block] = -128 * (int)sum_of(total);
+    }
+};
+
+thread_local RoundedInputs rounded_inputs;
+
+// As `multiply`; `first_row` of the rounded inputs.
+template <int ROWS, int VECTORS>
+[[gnu::noinline]] void multiply_rounded(const uint8_t* block, int first_row, int num_blocks, floats (*sums)[VECTORS]) {
+    for (int m = 0; m < ROWS; ++m)
+        for (int v = 0; v < VECTORS; ++v) sums[m][v] = floats{};
+    const size_t first = (size_t)first_row * num_blocks;
+    const int8_t* x = rounded_inputs.levels.data() + first * kRounded;
+    const float* scales = rounded_inputs.scales.data() + first;
+    const int* offsets = rounded_inputs.offsets.data() + first;
+    for (int b = 0; b < num_blocks; ++b) {
+        ints inner[ROWS][VECTORS];
+        for (int m = 0; m < ROWS; ++m)
+            for (int v = 0; v < VECTORS; ++v) inner[m][v] = ints{} + offsets[(size_t)m * num_blocks + b];
+#pragma GCC unroll 8
+        for (int i = 0; i < kRounded; i += 4, block += 4 * kSuper) {
+            ints w[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) {
+                _mm_prefetch((const char*)(block + 4 * W * v) + kPrefetch, _MM_HINT_T0);
+                w[v] = load_as<ints>(block + 4 * W * v);
+            }
+            for (int m = 0; m < ROWS; ++m) {
+                const FourBytes in(x + ((size_t)m * num_blocks + b) * kRounded + i);
+                for (int v = 0; v < VECTORS; ++v) inner[m][v] = in.times(w[v], inner[m][v]);
+            }
+        }
+        for (int m = 0; m < ROWS; ++m) {
+            const floats scale = all(scales[(size_t)m * num_blocks + b]);
+            for (int v = 0; v < VECTORS; ++v)
+                sums[m][v] = fused(__builtin_convertvector(inner[m][v], floats), scale, sums[m][v]);
+        }
+    }
+}
+
+template <int VECTORS, class Write>
+void multiply_rounded_rows(const Matrix& matrix, int first_output, int num_rows, const Write& write) {
+    const int num_blocks = num_rounded_blocks(matrix.num_inputs);
+    const uint8_t* block = (const uint8_t*)matrix.blocks + (size_t)(first_output / kSuper) * num_blocks * kRounded * kSuper +
+                           4 * (first_output % kSuper);
+    for (int row = 0; row < num_rows;) {
+        const int rows = tile_of(num_rows - row, kRoundedTile);
+        floats sums[kRoundedTile][VECTORS];
+        switch (rows) {
+            case 1: multiply_rounded<1, VECTORS>(block, row, num_blocks, sums); break;
+            case 2: multiply_rounded<2, VECTORS>(block, row, num_blocks, sums); break;
+            case 3: multiply_rounded<std::min(3, kRoundedTile), VECTORS>(block, row, num_blocks, sums); break;
+            case 4: multiply_rounded<std::min(4, kRoundedTile), VECTORS>(block, row, num_blocks, sums); break;
+            case 5: multiply_rounded<std::min(5, kRoundedTile), VECTORS>(block, row, num_blocks, sums); break;
+            default: multiply_rounded<kRoundedTile, VECTORS>(block, row, num_blocks, sums); break;
         }
         for (int m = 0; m < rows; ++m) write(row + m, first_output, sums[m]);
         row += rows;
@@ -309,8 +408,6 @@ struct BlockInputs {
                 totals[(size_t)m * (num_inputs / 32) + b] = sum_of(total);
             }
     }
-    static floats load_input(const float* at) { return load(at); }
-    static floats load_input(const bf16* at) { return widen(at); }
 };
 
 thread_local BlockInputs block_inputs;
@@ -345,7 +442,15 @@ struct Share {
           end((int)((long long)num_units * (thread + 1) / num_threads)) {}
 };
 
-// write(row, first output, vectors of sums), by the kind of the weights. Inputs of blocks must be in `block_inputs`.
+// Inputs as the weights' kind wants them, if not as they are.
+inline void prepare_inputs(const Matrix& matrix, const Input* x, int stride, int num_rows) {
+    if (matrix.block_bits)
+        block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
+    else if (matrix.scales)
+        rounded_inputs.fill(x, stride, num_rows, matrix.num_inputs);
+}
+
+// write(row, first output, vectors of sums), by the kind of the weights. Inputs must be prepared.
 template <int VECTORS, class Write>
 void multiply_any(const Matrix& matrix, int first_output, const Input* x, int stride, int num_rows, const Write& write) {
     if (matrix.block_bits == 4)
@@ -353,14 +458,14 @@ void multiply_any(const Matrix& matrix, int first_output, const Input* x, int st
     else if (matrix.block_bits == 8)
         multiply_block_rows<VECTORS, 8>(matrix, first_output, num_rows, write);
     else if (matrix.scales)
-        multiply_rows<VECTORS, int8_t>(matrix, first_output, x, stride, num_rows, write);
+        multiply_rounded_rows<VECTORS>(matrix, first_output, num_rows, write);
     else
-        multiply_rows<VECTORS, bf16>(matrix, first_output, x, stride, num_rows, write);
+        multiply_rows<VECTORS>(matrix, first_output, x, stride, num_rows, write);
 }
 
 template <class Write>
 void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int thread, int num_threads, const Write& write) {
-    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
+    prepare_inputs(matrix, x, stride, num_rows);
     const Share share((matrix.num_outputs + W - 1) / W, thread, num_threads);
     for (int unit = share.begin; unit < share.end;) {
         const int vectors = std::min(4 - unit % 4, share.end - unit);
@@ -387,7 +492,7 @@ void linear(const Matrix& matrix, const Input* x, int stride, int num_rows, int 
 void gated_linear(const Matrix& matrix, const Input* x, int stride, int num_rows, Input* out, int out_stride, int thread,
                   int num_threads) {
     const Share share(matrix.num_outputs / kSuper, thread, num_threads);
-    if (matrix.block_bits) block_inputs.fill(x, stride, num_rows, matrix.num_inputs);
+    prepare_inputs(matrix, x, stride, num_rows);
     for (int super = share.begin; super < share.end; ++super) {
         auto write = [&](int row, int, floats* sums) {
             for (int v = 0; v < 4 && matrix.scales; ++v) sums[v] *= load(matrix.scales + super * kSuper + W * v);
@@ -649,31 +754,29 @@ void attend_tile(const Tile& tile, int group, int stretch, const Model& model, c
 
 }  // namespace
 
-// Weights [outputs, inputs] row by row into super-blocks; `order[i]` is the row that becomes output i, the last block is padded.
-template <class Weight>
-void pack(const Weight* weights, const int* order, int num_outputs, int num_inputs, Weight* blocks, int num_threads) {
-    const int num_supers = (num_outputs + kSuper - 1) / kSuper;
+// Weights [outputs, inputs] row by row into super-blocks of zeros, TOGETHER neighbouring inputs of an output side by side; `order[i]` is
+// the row that becomes output i. The last block is padded, and so are inputs.
+template <int TOGETHER, class From, class To>
+void pack(const From* weights, const int* order, int num_outputs, int num_inputs, int num_padded, int offset, To* blocks,
+          int num_threads) {
 #pragma omp parallel for num_threads(num_threads)
-    for (int super = 0; super < num_supers; ++super) {
-        Weight* to = blocks + (size_t)super * num_inputs * kSuper;
-        for (int lane = 0; lane < kSuper; ++lane) {
-            const int output = super * kSuper + lane;
-            const int row = output < num_outputs ? order[output] : -1;
-            for (int i = 0; i < num_inputs; ++i)
-                to[(size_t)(i / 2) * 2 * kSuper + 2 * lane + i % 2] = row < 0 ? 0 : weights[(size_t)row * num_inputs + i];
-        }
+    for (int output = 0; output < num_outputs; ++output) {
+        To* to = blocks + (size_t)(output / kSuper) * num_padded * kSuper + TOGETHER * (output % kSuper);
+        const From* from = weights + (size_t)order[output] * num_inputs;
+        for (int i = 0; i < num_inputs; ++i)
+            to[(size_t)(i / TOGETHER) * TOGETHER * kSuper + i % TOGETHER] = (To)(from[i] + offset);
     }
 }
 
 extern "C" {
 
 void livedraft_pack_bf16(const bf16* weights, const int* order, int num_outputs, int num_inputs, bf16* blocks, int num_threads) {
-    pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
+    pack<2>(weights, order, num_outputs, num_inputs, num_inputs, 0, blocks, num_threads);
 }
 
-void livedraft_pack_int8(const int8_t* weights, const int* order, int num_outputs, int num_inputs, int8_t* blocks,
+void livedraft_pack_int8(const int8_t* weights, const int* order, int num_outputs, int num_inputs, uint8_t* blocks,
                          int num_threads) {
-    pack(weights, order, num_outputs, num_inputs, blocks, num_threads);
+    pack<4>(weights, order, num_outputs, num_inputs, kRounded * num_rounded_blocks(num_inputs), 128, blocks, num_threads);
 }
 
 // Levels [outputs, inputs] with float16 scales and offsets [outputs, inputs / 32], offsets of 4 bits only.
@@ -704,6 +807,10 @@ void livedraft_pack_blocks(const int8_t* levels, const uint16_t* scales, const u
 int64_t livedraft_block_bytes(int num_outputs, int num_inputs, int bits) {
     const int64_t bytes = bits == 4 ? Block<4>::kBytes : Block<8>::kBytes;
     return (int64_t)((num_outputs + kSuper - 1) / kSuper) * (num_inputs / 32) * bytes;
+}
+
+int64_t livedraft_int8_bytes(int num_outputs, int num_inputs) {
+    return (int64_t)((num_outputs + kSuper - 1) / kSuper) * kSuper * kRounded * num_rounded_blocks(num_inputs);
 }
 
 int livedraft_super_block() { return kSuper; }

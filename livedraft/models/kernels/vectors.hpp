@@ -22,7 +22,7 @@ constexpr int W = 8;
 
 typedef float floats __attribute__((vector_size(4 * W)));
 typedef int32_t ints __attribute__((vector_size(4 * W)));
-typedef int16_t shorts __attribute__((vector_size(2 * W)));
+typedef int8_t bytes __attribute__((vector_size(W)));
 typedef uint16_t halves __attribute__((vector_size(2 * W)));
 
 template <class Vector>
@@ -58,10 +58,38 @@ inline Pairs widen_pairs(const bf16* x) {
     return {(floats)(both << 16), (floats)(both & (ints{} + (int)0xffff0000))};
 }
 
-inline Pairs widen_pairs(const int8_t* x) {
-    const ints both = __builtin_convertvector(load_as<shorts>(x), ints);
-    return {__builtin_convertvector((both << 24) >> 24, floats), __builtin_convertvector(both >> 8, floats)};
+// The lowest byte of each.
+inline void store_bytes(ints x, int8_t* to) {
+    const bytes narrowed = __builtin_convertvector(x, bytes);
+    std::memcpy(to, &narrowed, sizeof narrowed);
 }
+
+// Four neighbouring inputs, for products with W times four weights that have no sign. Whole numbers: alike on every CPU.
+#ifdef __AVX512VNNI__
+struct FourBytes {
+    ints inputs;
+    explicit FourBytes(const int8_t* at) : inputs(ints{} + load_as<int>(at)) {}
+    ints times(ints weights, ints sum) const {
+        return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
+    }
+};
+#else
+// Pairs of 16 bits: the even bytes of both, and the odd ones.
+struct FourBytes {
+    ints even, odd;
+    explicit FourBytes(const int8_t* at)
+        : even(ints{} + pair(at[0], at[2])), odd(ints{} + pair(at[1], at[3])) {}
+    static int pair(int low, int high) { return (low & 0xffff) | (int)((uint32_t)high << 16); }
+    ints times(ints weights, ints sum) const {
+        return sum + sums_of_pairs(weights & 0x00ff00ff, even) + sums_of_pairs((weights >> 8) & 0x00ff00ff, odd);
+    }
+#ifdef __AVX512F__
+    static ints sums_of_pairs(ints a, ints b) { return (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#else
+    static ints sums_of_pairs(ints a, ints b) { return (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#endif
+};
+#endif
 
 #ifdef __AVX512F__
 inline float sum_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
@@ -70,6 +98,16 @@ inline float sum_of(floats x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#endif
+
+#ifdef __AVX512F__
+inline int largest_of(ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
+#else
+inline int largest_of(ints x) {
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, _MM_SHUFFLE(2, 3, 0, 1))));
 }
 #endif
 
