@@ -109,7 +109,7 @@ def _rerun_worker(traces: Sequence[Trace], learner: Learner, folder: Path, repor
         num_done = min(first + learner.burst, len(traces))
         report(f"livedraft, recorded requests, draft {worker.in_service.id}", num_done, len(traces))
     result = ArmResult()
-    read_outcome(result, store.rows(), registry, worker.train_seconds, worker.trainer.flops)
+    read_outcome(result, store.rows(), registry, worker.pacing.train_seconds, worker.trainer.flops)
     return result
 
 

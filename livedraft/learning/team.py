@@ -30,7 +30,7 @@ from livedraft.learning.process import EXIT_BAD_INPUT, checkpoint_name
 from livedraft.learning.routing import SAMPLE, Change, Routing
 from livedraft.learning.store import TraceRow, TraceStore
 from livedraft.learning.trainer import NotEnoughMemoryError
-from livedraft.learning.worker import POLL_SECONDS, SCORED_WHILE_BUSY, Worker
+from livedraft.learning.worker import POLL_SECONDS, Worker
 from livedraft.records import DEFAULT_ROUTE, UserError
 
 MAX_LOOKED_AT_A_TURN = 64
@@ -94,7 +94,7 @@ class Team:
                 time.sleep(POLL_BESIDE_REQUESTS_SECONDS if self._is_beside_requests() else POLL_SECONDS)
 
     def _is_beside_requests(self) -> bool:
-        return self.config.level == "gentle" and any(worker.is_lively for worker in self.workers.values())
+        return self.config.level == "gentle" and any(worker.pacing.is_lively for worker in self.workers.values())
 
     def turn(self) -> bool:
         """False when nobody had anything to do."""
@@ -114,8 +114,7 @@ class Team:
     def _look_at_streams(self) -> None:
         self._follow_registry()
         rows = self.store.rows(after_id=self._last_trace_id, limit=MAX_LOOKED_AT_A_TURN)
-        is_busy = self.workers[DEFAULT_ROUTE].is_lively
-        every = max(SAMPLE, SCORED_WHILE_BUSY[self.config.level]) if is_busy else SAMPLE
+        every = max(SAMPLE, self.workers[DEFAULT_ROUTE].pacing.scored_of)
         alphas = self._alphas([row for row in rows if self.routing.is_sampled(row.id, every)])
         for row in rows:
             self.routing.see(row.route, alphas.get(row.id))

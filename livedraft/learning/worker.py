@@ -15,12 +15,9 @@ A better version in service is worth more than one more step, so the gate goes b
 
 from __future__ import annotations
 
-import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +33,9 @@ from livedraft.learning.checkpoint import read_checkpoint, write_checkpoint
 from livedraft.learning.drift import DriftWatch
 from livedraft.learning.earlier import EarlierDrafts
 from livedraft.learning.forward import TargetParts
-from livedraft.learning.memory import MAX_EVIDENCE, Memory
-from livedraft.learning.process import checkpoint_name, open_yield_flag
+from livedraft.learning.memory import Memory
+from livedraft.learning.pacing import Pacing
+from livedraft.learning.process import checkpoint_name
 from livedraft.learning.rates import RateTrial
 from livedraft.learning.reports import Reports
 from livedraft.learning.scoring import Score
@@ -48,16 +46,6 @@ from livedraft.learning.versions import Versions
 from livedraft.records import DraftVersion, Trace, UserError
 
 POLL_SECONDS = 0.1
-BUSY_PAUSE_SECONDS = {"gentle": 0.2 if hasattr(os, "SCHED_IDLE") else 10.0, "on": 0.5, "eager": 0.0}
-"""Longest pause between two micro-batches while serving is busy, by level: learning starves on no machine, but costs little.
-Where the system has an idle priority the trainer runs when nobody else wants the core, and a long pause only wastes that."""
-SCORED_WHILE_BUSY = {"gentle": 8, "on": 1, "eager": 1}
-"""While requests come, one new trace in so many is scored, by level: what serving can spare goes into learning. The others
-teach all the same; the gate scores its evidence itself."""
-EVIDENCE_WHILE_BUSY = {"gentle": 64, "on": MAX_EVIDENCE, "eager": MAX_EVIDENCE}
-"""Requests that the gate asks about: scoring hundreds under two versions costs as much as hundreds of requests trained on."""
-LIVELY_SECONDS = 5.0
-"""For so long after one was seen running, requests come."""
 CHECKPOINT_SECONDS, IDLE_CHECKPOINT_SECONDS = 60.0, 10.0
 """From one checkpoint to the next while there is work, and when there is none any more: then a kill loses no step."""
 MAX_READ_A_TURN, MAX_SCORED_A_TURN = 256, 16
@@ -92,6 +80,7 @@ class Worker:
         wait for more traffic? Asked with the seconds since requests were last seen running. `streams`: whose traces it learns
         from, all where they are left out."""
         self.state, self.route, self.config = state, route, config
+        self.pacing = Pacing(state, config.level, has_had_its_share)
         self.store, self.registry = TraceStore(state), Registry(state)
         in_service = self.registry.in_service(route)
         if in_service is None:
@@ -136,24 +125,14 @@ class Worker:
         """In a row."""
         self.num_served = 0
         """Requests that the version in service has served since it came; enough of them close the breaker."""
-        self.train_seconds = 0.0
-        """Spent in steps and scores, pauses for serving not counted."""
         self.num_train_tokens = 0
         self.num_steps_taken = 0
         """In this process; it never falls, as the trainer's own does when it starts again."""
         self.may_replay = True
         """Not while another route's new requests wait: they teach more."""
         self.last_loss: float | None = None
-        self._paused_seconds, self._paused_until = 0.0, -math.inf
-        self._pausing = threading.Lock()
         self._newest_at = time.monotonic()
-        self._busy_at = -math.inf
-        """When requests were last seen running."""
         self._to_score: list[tuple[TraceRow, Example]] = []
-        self._yield_flag = open_yield_flag(state)
-        self._has_had_its_share = has_had_its_share
-        self.is_resting = False
-        """Training has had its share: nothing is due before serving's figures move on."""
         self._checkpoint_path = state / checkpoint_name(route)
         self._checkpointed_at = time.monotonic()
         self._has_unsaved = False
@@ -197,7 +176,7 @@ class Worker:
             time.sleep(10 * POLL_SECONDS)
         if not is_active:
             self._checkpoint_now_and_then(IDLE_CHECKPOINT_SECONDS)
-            if not self.controls["paused"] and not self.is_resting:
+            if not self.controls["paused"] and not self.pacing.is_resting:
                 self.reports.status("waiting for traces")
         return is_active
 
@@ -338,8 +317,7 @@ class Worker:
             return False
         self.reports.status("scoring")
         batch = self._to_score[:MAX_SCORED_A_TURN]
-        is_sample_enough = self.is_lively and not self.drift.is_suspicious
-        every = SCORED_WHILE_BUSY[self.config.level] if is_sample_enough else 1
+        every = 1 if self.drift.is_suspicious else self.pacing.scored_of
         by_version: dict[str, list[Example]] = {}
         for row, example in batch:
             if row.id % every == 0:
@@ -398,8 +376,8 @@ class Worker:
         if not self._is_enough(evidence) or self.canary is not None:
             return
         parent = [score.alpha_served for score in self._scores(self.in_service.id, evidence)]
-        with self._timed():
-            found = self.earlier.best(evidence, parent, self.trainer, self._between, seed=self.config.seed)
+        with self.pacing.timed():
+            found = self.earlier.best(evidence, parent, self.trainer, self.pacing.step_aside, seed=self.config.seed)
         if found is not None:
             if self.candidate is not None:
                 self.registry.reject_candidates(self.route)
@@ -415,11 +393,11 @@ class Worker:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _rests(self) -> bool:
-        """While requests come training may take a share of what serving takes, and no more."""
-        self.is_resting = self._has_had_its_share(self._seconds_since_busy())
-        if self.is_resting:
+        """Training has had its share of what serving takes."""
+        rests = self.pacing.rests()
+        if rests:
             self.reports.status("resting")
-        return self.is_resting
+        return rests
 
     def _train(self, new: Sequence[Example], old: Sequence[Example]) -> None:
         """One optimiser step on new examples and replayed ones."""
@@ -428,8 +406,8 @@ class Worker:
             self._change_vocabulary()
         batch = [*new, *old]
         if self.rate_trial is not None:
-            with self._timed():
-                self.rate_trial.step(new, batch, self._between)
+            with self.pacing.timed():
+                self.rate_trial.step(new, batch, self.pacing.step_aside)
         self._step(batch)
         self.memory.mark_trained(new)
         self.num_since_candidate += len(new)
@@ -462,8 +440,8 @@ class Worker:
         self.num_train_tokens += sum(example.num_tokens for example in batch)
         reference = self.reference.at(self.memory.num_trained, _mean(self.drift.recent), self.trainer)
         try:
-            with self._timed():
-                report = self.trainer.step(batch, self._between, reference)
+            with self.pacing.timed():
+                report = self.trainer.step(batch, self.pacing.step_aside, reference)
             self.num_steps_taken += 1
             self.last_loss = report.loss
             self.num_bad_steps = 0
@@ -528,8 +506,7 @@ class Worker:
         if self.candidate is None:
             return False
         evidence = self.memory.evidence(self.candidate.last_trace_id)
-        if self.is_lively:
-            evidence = evidence[-EVIDENCE_WHILE_BUSY[self.config.level] :]
+        evidence = evidence[-self.pacing.most_evidence :]
         if not self._is_enough(evidence):
             return False  # waits; nothing was tested
         self.reports.status("testing a candidate")
@@ -568,8 +545,8 @@ class Worker:
         def score(unknown: Sequence[Example]) -> list[Score]:
             draft = self._draft(version_id)
             assert draft is not None
-            with self._timed():
-                return self.trainer.score(unknown, draft, self._between)
+            with self.pacing.timed():
+                return self.trainer.score(unknown, draft, self.pacing.step_aside)
 
         return self.versions.scores(version_id, examples, score)
 
@@ -589,36 +566,6 @@ class Worker:
         """Of any requests, under the version in service."""
         return self._scores(self.in_service.id, examples)
 
-    def _seconds_since_busy(self) -> float:
-        """Since requests were last seen running."""
-        if self._yield_flag[0]:
-            self._busy_at = time.monotonic()
-        return time.monotonic() - self._busy_at
-
-    @property
-    def is_lively(self) -> bool:
-        """Requests come."""
-        return self._seconds_since_busy() < LIVELY_SECONDS
-
-    def _between(self) -> None:
-        """Called between micro-batches: step aside while requests run or wait."""
-        started = time.monotonic()
-        longest = BUSY_PAUSE_SECONDS[self.config.level]
-        if self._yield_flag[0]:
-            self._busy_at = started
-        while self._yield_flag[0] and time.monotonic() < started + longest:
-            time.sleep(0.01)
-        with self._pausing:  # lanes pause together: what two of them waited through counts once
-            now = time.monotonic()
-            self._paused_seconds += max(0.0, now - max(started, self._paused_until))
-            self._paused_until = now
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started, paused = time.monotonic(), self._paused_seconds
-        yield
-        self.train_seconds += time.monotonic() - started - (self._paused_seconds - paused)
-
     def _figures(self) -> dict[str, Any]:
         """Of the status row."""
         return {
@@ -626,7 +573,7 @@ class Worker:
             "num_steps": self.trainer.num_steps,
             "num_trained": self.memory.num_trained,
             "num_train_tokens": self.num_train_tokens,
-            "train_seconds": round(self.train_seconds, 3),
+            "train_seconds": round(self.pacing.train_seconds, 3),
             "train_flops": self.trainer.flops,
             "loss": self.last_loss,
             "learning_rate": self.trainer.learning_rate,

@@ -10,6 +10,7 @@ from livedraft.drafts.database import read_events, read_status, write_status
 from livedraft.drafts.registry import ROUTING_STATUS, Registry
 from livedraft.events import described
 from livedraft.learning.capture import conversation_key
+from livedraft.learning.pacing import Pacing
 from livedraft.learning.store import Streams, TraceStore
 from livedraft.learning.team import Team
 from livedraft.learning.worker import Worker
@@ -156,7 +157,7 @@ def test_while_requests_come_no_more_are_scored_under_all_drafts_than_the_level_
     settle(one)
     asked = []
     monkeypatch.setattr(Team, "_alphas", lambda self, rows: asked.append(len(rows)) or {})
-    monkeypatch.setattr(Worker, "is_lively", property(lambda self: True))
+    monkeypatch.setattr(Pacing, "is_lively", property(lambda self: True))
     serve_into(state, ["a", "b"], 16, first=36)
     one._look_at_streams()
     assert asked == [16 // 8]

@@ -12,10 +12,11 @@ from livedraft.drafts.database import read_events, read_status, set_control
 from livedraft.drafts.registry import Registry, new_version_id
 from livedraft.drafts.weights import draft_from_target, save_draft
 from livedraft.events import described
-from livedraft.learning import gate
+from livedraft.learning import gate, pacing
 from livedraft.learning import worker as worker_room
 from livedraft.learning.batches import example_from_trace
 from livedraft.learning.capture import conversation_key
+from livedraft.learning.drift import DriftWatch
 from livedraft.learning.store import TraceStore
 from livedraft.learning.worker import Worker
 from livedraft.records import UserError, is_held_out
@@ -136,22 +137,6 @@ def test_a_state_without_a_draft_is_one_sentence(tmp_path):
     (tmp_path / "state").mkdir()
     with pytest.raises(UserError, match="no draft in service"):
         worker(tmp_path / "state")
-
-
-def test_it_steps_aside_between_micro_batches_while_serving_is_busy(state, monkeypatch):
-    from livedraft.learning import worker as room
-
-    slept = []
-    made = worker(state)
-    monkeypatch.setattr(
-        room.time, "sleep", lambda seconds: (slept.append(seconds), made._yield_flag.__setitem__(0, len(slept) < 3))
-    )
-    made._yield_flag[0] = 1
-    made._between()
-    assert len(slept) == 3
-    made._yield_flag[0] = 0
-    made._between()
-    assert len(slept) == 3
 
 
 # --- operators, bad steps, kills ------------------------------------------------------------------------------------
@@ -346,19 +331,6 @@ def test_no_prompt_trains_more_than_max_passes_and_no_client_fills_a_batch(state
         assert len(set(prompts)) == len(prompts)
 
 
-@pytest.mark.parametrize(("level", "longest"), [("gentle", 0.2), ("on", 0.5), ("eager", 0.0)])
-def test_the_level_says_how_long_it_steps_aside(state, monkeypatch, level, longest):
-    from livedraft.learning import worker as room
-
-    made = worker(state, level=level)
-    now = [0.0]
-    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(room.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    made._yield_flag[0] = 1
-    made._between()
-    assert now[0] == pytest.approx(longest, abs=0.02)
-
-
 def test_with_its_share_taken_it_scores_and_does_not_train_until_there_is_more(state):
     spent = [True]
     made = worker(state, has_had_its_share=lambda _seconds: spent[0])
@@ -379,7 +351,7 @@ def test_it_says_how_long_ago_requests_ran(state):
     made = worker(state, has_had_its_share=lambda seconds: asked.append(seconds) or False)
     made.turn()
     assert asked == [float("inf")]
-    made._yield_flag[0] = 1
+    made.pacing._yield_flag[0] = 1
     made.turn()
     assert asked[1] < 1.0
 
@@ -829,39 +801,35 @@ def test_a_backlog_is_read_and_scored_in_parts(state, monkeypatch):
 
 
 def test_while_requests_come_gentle_scores_a_sample_and_learns_from_all(state, monkeypatch):
-    from livedraft.learning import worker as room
-
-    monkeypatch.setitem(room.BUSY_PAUSE_SECONDS, "gentle", 0.0)
+    monkeypatch.setitem(pacing.BUSY_PAUSE_SECONDS, "gentle", 0.0)
     serve_into(state, 32)
     made = worker(state, level="gentle")
-    made._yield_flag[0] = 1
+    made.pacing._yield_flag[0] = 1
     for _ in range(40):
         made.turn()
     rows = TraceStore(state).rows()
-    every = room.SCORED_WHILE_BUSY["gentle"]
+    every = pacing.SCORED_WHILE_BUSY["gentle"]
     assert {row.id for row in rows if row.alpha is not None} == {row.id for row in rows if row.id % every == 0}
     num_train = sum(not row.is_held_out for row in rows)
     assert made.memory.num_trained == num_train // 4 * 4
     # Where the traffic may have changed the next ones are all looked at.
     with monkeypatch.context() as patched:
-        patched.setattr(room.DriftWatch, "is_suspicious", True)
+        patched.setattr(DriftWatch, "is_suspicious", True)
         serve_into(state, 4, first=32)
         made.turn()
     assert all(row.alpha is not None for row in TraceStore(state).rows() if row.id > 32)
     made.checkpoint()
     # Those that trained unscored are not scored after a restart: that would be no test any more.
     again = worker(state, level="gentle")
-    again._yield_flag[0] = 0
+    again.pacing._yield_flag[0] = 0
     run_until_idle(again)
     trained = {n for n in made.memory.trained_ids if n <= 32}
     assert {row.id for row in TraceStore(state).rows() if row.alpha is None} == {n for n in trained if n % every}
 
 
 def test_while_requests_come_the_gate_asks_about_a_few(state, monkeypatch):
-    from livedraft.learning import worker as room
-
-    monkeypatch.setitem(room.BUSY_PAUSE_SECONDS, "gentle", 0.0)
-    monkeypatch.setitem(room.EVIDENCE_WHILE_BUSY, "gentle", 10)
+    monkeypatch.setitem(pacing.BUSY_PAUSE_SECONDS, "gentle", 0.0)
+    monkeypatch.setitem(pacing.EVIDENCE_WHILE_BUSY, "gentle", 10)
     monkeypatch.setattr(gate, "MIN_POSITIONS", 100)
     made = worker(state, level="gentle")
     serve_into(state, 30)
@@ -870,7 +838,7 @@ def test_while_requests_come_the_gate_asks_about_a_few(state, monkeypatch):
     serve_into(state, 40, first=30)
     asked, scores = [], made._scores
     made._scores = lambda version, examples: asked.append(len(examples)) or scores(version, examples)
-    made._yield_flag[0] = 1
+    made.pacing._yield_flag[0] = 1
     while made.candidate is not None:
         assert made.turn()
     assert max(asked) == 10
