@@ -6,7 +6,7 @@ One turn:
      requests come, a sample of it;
   2. test a frozen candidate when evidence it has not trained on is there; one that passes goes to the watch as a canary;
   3. when enough was learnt since the last one, freeze a candidate: at once if what has just arrived is evidence enough (it is
-     not trained on yet), else when there is nothing left to train on;
+     not trained on yet), else when there is nothing left to train on; what was learnt by replay alone is offered then too;
   4. when a whole chunk of new training traces is there, one optimiser step on it and on replayed old ones;
   5. otherwise, when idle, a step on replayed ones alone, while some have been seen fewer than max_passes times.
 
@@ -114,7 +114,7 @@ class Worker:
         self.versions = Versions(self.registry)
         self.versions.keep(in_service.id, draft, in_service=in_service.id)
         self.last_trace_id = 0
-        self.num_since_candidate = 0
+        self.num_since_candidate = self.num_replayed_since_candidate = 0
         self.num_candidates = 0
         self.num_tests_since_promotion = 0
         self.candidate: DraftVersion | None = None
@@ -203,10 +203,15 @@ class Worker:
         elif has_scored or self._to_score:
             return True  # under steady load some traces always wait; they must not keep the rest of the turn from happening
         elif not self._replay():
-            if not (is_due and self.may_replay):
+            if not ((is_due or self._has_replayed_enough()) and self.may_replay):
                 return False
             self._freeze_candidate()  # idle: offer what there is, and wait for evidence
         return True
+
+    def _has_replayed_enough(self) -> bool:
+        """Idle compute has gone over as many requests again as a candidate needs new ones."""
+        is_free = self.candidate is None and self.canary is None and self.rate_trial is None
+        return is_free and self.num_replayed_since_candidate >= self.num_needed
 
     def _is_candidate_due(self) -> bool:
         if self.candidate is not None or self.canary is not None:
@@ -272,7 +277,7 @@ class Worker:
         self._has_unsaved = True
         if "rolled back" in reason:
             self.num_rolled_back += 1
-            self.num_since_candidate = 0
+            self.num_since_candidate = self.num_replayed_since_candidate = 0
         self.reports.event(
             "training_restarted", version=self.in_service.id, reason=reason, next_candidate_after=self.num_needed
         )
@@ -360,7 +365,7 @@ class Worker:
         self.trainer.restart_schedule()
         self.memory.prefer_new(since_id=drift.since_id)
         self.num_drifts += 1
-        self.num_since_candidate = self.num_tests_since_promotion = 0
+        self.num_since_candidate = self.num_replayed_since_candidate = self.num_tests_since_promotion = 0
         if self.candidate is not None:
             self.registry.reject_candidates(self.route)
             self.candidate = None
@@ -432,6 +437,7 @@ class Worker:
             return False
         self.reports.status("replaying")
         self._step(batch)
+        self.num_replayed_since_candidate += len(batch)
         return True
 
     def _step(self, batch: list[Example]) -> None:
@@ -471,7 +477,7 @@ class Worker:
         version = self._publish(self.trainer.snapshot())
         self._end_rate_trial()  # an operator did not want to wait for it
         self.candidate = version
-        self.num_since_candidate = 0
+        self.num_since_candidate = self.num_replayed_since_candidate = 0
         self._change_vocabulary()
         if self.is_asked:
             self.is_asked = False
@@ -597,6 +603,7 @@ class Worker:
         counters = {
             **self.memory.counters(),
             "num_since_candidate": self.num_since_candidate,
+            "num_replayed_since_candidate": self.num_replayed_since_candidate,
             "num_candidates": self.num_candidates,
             "num_rolled_back": self.num_rolled_back,
             "num_tests_since_promotion": self.num_tests_since_promotion,
@@ -621,8 +628,8 @@ class Worker:
             self.reports.problem(f"the checkpoint cannot be read and is not used: {error}")
             return
         self.memory.restore(counters)
-        for name in ("num_since_candidate", "num_candidates", "num_rolled_back"):
-            setattr(self, name, counters[name])
+        for name in ("num_since_candidate", "num_replayed_since_candidate", "num_candidates", "num_rolled_back"):
+            setattr(self, name, counters.get(name, 0))  # an older version's checkpoint lacks some
         if counters["in_service"] == self.in_service.id:
             self.num_tests_since_promotion = counters["num_tests_since_promotion"]
             if counters["is_rate_chosen"]:

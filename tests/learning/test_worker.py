@@ -844,6 +844,25 @@ def test_while_requests_come_the_gate_asks_about_a_few(state, monkeypatch):
     assert max(asked) == 10
 
 
+def test_what_idle_compute_learnt_by_replay_alone_is_offered_too(state, monkeypatch):
+    """The traffic has ended: without new requests no candidate would ever be due."""
+    monkeypatch.setattr(gate, "MIN_POSITIONS", 100)
+    made = worker(state, traces_per_candidate=20, max_passes=1)
+    serve_into(state, 60)
+    run_until_idle(made)
+    serve_into(state, 19, first=60)  # evidence for the one that waits, too few for the next
+    run_until_idle(made)
+    assert (made.candidate, made.canary) == (None, None)
+    made.checkpoint()
+    again = worker(state, traces_per_candidate=20, max_passes=3)  # now there is something to go over
+    run_until_idle(again)
+    assert again.trainer.num_steps > made.trainer.num_steps
+    assert again.memory.num_trained == made.memory.num_trained
+    assert again.num_candidates == made.num_candidates + 1
+    run_until_idle(again)
+    assert again.num_candidates == made.num_candidates + 1  # once: nothing is left to go over
+
+
 def test_a_restart_scores_nothing_twice(state):
     made = worker(state)
     serve_into(state, 14)
