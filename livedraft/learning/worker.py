@@ -209,9 +209,11 @@ class Worker:
         return True
 
     def _has_replayed_enough(self) -> bool:
-        """Idle compute has gone over as many requests again as a candidate needs new ones."""
+        """Idle compute has gone over as many requests again as a candidate needs new ones. The very first candidate waits for
+        new ones all the same: of a handful it would be a poor one, and hold up a better one."""
         is_free = self.candidate is None and self.canary is None and self.rate_trial is None
-        return is_free and self.num_replayed_since_candidate >= self.num_needed
+        is_first = self.memory.num_trained < self.config.traces_per_candidate
+        return is_free and not is_first and self.num_replayed_since_candidate >= self.num_needed
 
     def _is_candidate_due(self) -> bool:
         if self.candidate is not None or self.canary is not None:
