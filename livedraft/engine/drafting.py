@@ -28,7 +28,7 @@ from livedraft.events import Events
 from livedraft.records import DEFAULT_ROUTE, Proposal, Request
 from livedraft.speculation.draft_length import CostModel, DraftLength, DraftLengthPolicy
 from livedraft.speculation.draft_model import DraftModel
-from livedraft.speculation.own_acceptance import SharedWorth
+from livedraft.speculation.own_acceptance import CatchingUp, SharedWorth, WrittenPrompt
 from livedraft.speculation.prediction import VERSION as PREDICTION
 from livedraft.speculation.suffix import VERSION as SUFFIX
 from livedraft.speculation.suffix import Match, SuffixMatcher
@@ -36,6 +36,8 @@ from livedraft.speculation.suffix import Match, SuffixMatcher
 logger = logging.getLogger("livedraft")
 DEFAULT_PRIOR = 0.3
 """The acceptance expected of a draft nobody has measured."""
+DEAR_TOKENS = 1.0
+"""From so much on, in tokens of plain decoding, writing a prompt into a draft's cache has to have been worth it before."""
 PROBE_SHARE = 0.02
 """Of the time since the last probe that the next one may cost in catching up."""
 EVIDENCE_ROUNDS = 8
@@ -50,6 +52,8 @@ class Resident:
     draft: DraftModel
     lengths: DraftLengthPolicy
     rounds_since_probe: int = 0
+    round_prices: Sequence[float] = ()
+    """Of drafting 0, 1, ... tokens in the latest round, in tokens of plain decoding."""
 
 
 @dataclass(eq=False)
@@ -61,6 +65,7 @@ class RouteDrafts:
     share: float = 0.0
     first_takes_second: bool = False
     beside_suffixes: SharedWorth = field(default_factory=SharedWorth)
+    catching_up: CatchingUp = field(default_factory=CatchingUp)
 
     def residents(self) -> list[Resident]:
         return [resident for resident in (self.service, self.second) if resident is not None]
@@ -329,6 +334,7 @@ class Drafting:
             chosen = self._worth_catching_up(resident, entries, chosen, is_probe=length.is_probe)
         resident.rounds_since_probe += 1
         num_rows = num_drafting + num_other_rows + num_predicted
+        resident.round_prices = resident.lengths.prices_in_tokens(num_drafting, num_rows)
         lengths = []
         for entry, limit in zip(entries, chosen, strict=True):
             own = length
@@ -368,11 +374,25 @@ class Drafting:
                 if self.uses_suffixes:
                     value *= self._drafts_of(entry.state).beside_suffixes.share
                 worth = PROBE_SHARE * resident.rounds_since_probe if is_probe else value * rounds_left
-                limit = limit if cost <= max(0.0, worth) else 0
+                if cost >= DEAR_TOKENS and not is_probe and entry.state.written_prompt is None:
+                    limit = self._believed(entry.state, lag - 1, worth, cost, limit)
+                else:
+                    limit = limit if cost <= max(0.0, worth) else 0
             chosen.append(limit)
         if is_probe and any(chosen):
             resident.rounds_since_probe = 0
         return chosen
+
+    def _believed(self, state: RequestState, num_tokens: int, worth: float, cost: float, limit: int) -> int:
+        """`limit` where a long prompt is worth writing, by what came of such promises before; else 0."""
+        catching_up = self._drafts_of(state).catching_up
+        if cost <= max(0.0, worth * catching_up.share(num_tokens)):
+            state.written_prompt = WrittenPrompt(num_tokens, worth)
+            return limit
+        if not state.is_prompt_refused:
+            state.is_prompt_refused = True
+            catching_up.refuse(num_tokens)
+        return 0
 
     def _drafted(
         self, resident: Resident, entries: list[RoundEntry], lengths: list[DraftLength]
@@ -472,6 +492,14 @@ class Drafting:
         for resident in self._drafts_of(state).residents():
             if resident.draft.version == proposal.draft_version:
                 resident.lengths.record(num_drafted, num_accepted, proposal.confidences, state.own_acceptance)
+                if state.written_prompt is not None and num_drafted < len(resident.round_prices):
+                    state.written_prompt.record(num_accepted, resident.round_prices[num_drafted])
+
+    def finish(self, state: RequestState) -> None:
+        """A request's end says what came of writing its prompt."""
+        if state.written_prompt is not None:
+            self._drafts_of(state).catching_up.record(state.written_prompt)
+            state.written_prompt = None
 
     # --- caches, slot by slot ---------------------------------------------------------------------------------------
 

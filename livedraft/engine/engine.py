@@ -491,6 +491,7 @@ class Engine:
             logger.exception("The end of request %s failed.", state.request.id)
             self.events.emit("finish_failed", request=state.request.id, reason=f"{type(error).__name__}: {error}")
         self.scheduler.release(state)
+        self.drafting.finish(state)
         if state.slot >= 0:
             self.drafting.release(state.slot)
 

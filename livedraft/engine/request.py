@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from livedraft.engine.tracing import TraceBuilder
 from livedraft.records import FinishReason, Request, RequestCounts, TokenLogprobs
-from livedraft.speculation.own_acceptance import OwnAcceptance
+from livedraft.speculation.own_acceptance import OwnAcceptance, WrittenPrompt
 from livedraft.speculation.prediction import Prediction
 from livedraft.speculation.prefix import PrefixState
 from livedraft.speculation.stats import SpeculationStats
@@ -52,6 +52,9 @@ class RequestState:
     suffix: SuffixMatcher | None = None
     own_acceptance: OwnAcceptance = field(default_factory=OwnAcceptance)
     """Of the drafts' proposals for it."""
+    written_prompt: WrittenPrompt | None = None
+    is_prompt_refused: bool = False
+    """It was not worth writing into the draft's cache."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One an output token, where the request asks for them."""
     num_cached_tokens: int = 0

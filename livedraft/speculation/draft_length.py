@@ -275,6 +275,11 @@ class DraftLengthPolicy:
         speeds = [self._tokens_per_second(k, num_requests, num_other_rows, acceptance) for k in lengths]
         return speeds.index(max(speeds))
 
+    def prices_in_tokens(self, num_requests: int, num_rows: int) -> list[float]:
+        """Of drafting 0, 1, ... tokens for each of `num_requests`, in tokens of plain decoding of a request."""
+        rate = 1.0 / self.costs.target_seconds(num_rows)
+        return [rate * price for price in self.costs.prices(num_requests, num_rows, self.max_tokens)]
+
     def explained(self, num_requests: int) -> tuple[int, str]:
         """(the draft length for so many decoding requests, why), for people."""
         if self.fixed is not None:

@@ -176,3 +176,28 @@ def test_a_long_prompt_is_not_read_for_a_draft_that_suffixes_leave_little_to():
 
     assert rows_read(0.0) >= 59
     assert rows_read(2.0) < 59
+
+
+def rows_read_for_long_prompts(noise, write_seconds):
+    """Of 90 tokens, of which a route with short prompts promises much; request by request."""
+    target = decoder(MODEL)
+    draft = draft_model(perturbed_draft(MODEL, noise=noise), target)
+    served = engine(
+        target, draft, k=None, prior=0.7, costs=dataclasses.replace(COSTS, draft_write_seconds=write_seconds)
+    )
+    rows = []
+    for number in range(40):
+        for resident in served.drafting.residents():
+            resident.lengths.set_prior(0.7)  # whatever these requests come to, others do well
+        before = draft.num_rows
+        serve(served, [request([(number + 5 * n) % 60 for n in range(90)], number, max_tokens=30)])
+        rows.append(draft.num_rows - before)
+    return rows
+
+
+def test_promises_that_long_prompts_do_not_keep_are_not_believed_for_long():
+    poor = rows_read_for_long_prompts(noise=2.0, write_seconds=0.1)
+    assert poor[0] >= 90  # the route's word, until something else is known
+    assert sum(rows >= 90 for rows in poor[10:]) <= 10
+    assert any(rows >= 90 for rows in poor[10:])  # and now and then it is tried again
+    assert all(rows >= 90 for rows in rows_read_for_long_prompts(noise=0.0, write_seconds=0.1))
